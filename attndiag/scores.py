@@ -1,0 +1,104 @@
+"""`Scores`: what every measurement comes back as.
+
+One record for contributions, attributions, effects and head tables: an array, the names and labels of its
+axes, its sign and unit, the target it is about, the method with its parameters, where it came from, and the
+checks that decide whether it may be believed. No model inside, so it can be saved, merged and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attndiag.errors import ShapeError, UnverifiedCaptureError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from attndiag.prompts import Target
+
+Sign = Literal["signed", "non-negative"]
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """An array of scores with everything needed to read it.
+
+    Parameters
+    ----------
+    values : tensor whose shape matches `axes`. `nan` means undefined, never zero.
+    axes : axis names in order, out of `layer batch head query_pos key_pos position ...`.
+    method : catalogue name, for example `"contribution"`.
+    unit : `"mass"`, `"residual norm"`, `"nats"`, `"logits"`, ...
+    sign : `"signed"` or `"non-negative"`.
+    labels : for some axes, one label per index (token texts, layer numbers).
+    target : what signed scores are about; None where the score has no target.
+    params : parameters of the method.
+    provenance : where the numbers come from (model, module, call index, kernel, backend, dtype, ...).
+    checks : measured quantities that decide whether to believe the values (completeness error, certificate
+        errors, standard errors as arrays, ...).
+    failures : checks that failed, in words. Empty for a verified result.
+    """
+
+    values: Tensor
+    axes: tuple[str, ...]
+    method: str
+    unit: str
+    sign: Sign
+    labels: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    target: Target | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    checks: Mapping[str, Any] = field(default_factory=dict)
+    failures: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.values.ndim != len(self.axes):
+            raise ShapeError(f"values have shape {tuple(self.values.shape)} but axes are {self.axes}")
+        for axis, names in self.labels.items():
+            if axis not in self.axes:
+                raise ShapeError(f"labels given for axis {axis!r}, which is not among {self.axes}")
+            size = self.values.shape[self.axes.index(axis)]
+            if len(names) != size:
+                raise ShapeError(f"axis {axis!r} has {size} entries but {len(names)} labels were given")
+
+    @property
+    def verified(self) -> bool:
+        """True when every check passed."""
+        return not self.failures
+
+    def require_verified(self) -> Scores:
+        """Return self, or raise `UnverifiedCaptureError` naming the failed checks."""
+        if self.failures:
+            raise UnverifiedCaptureError(f"{self.method} is not verified: " + "; ".join(self.failures))
+        return self
+
+    def numpy(self) -> np.ndarray:
+        """The values as a NumPy array on the host (bf16 becomes float32)."""
+        values = self.values.detach().cpu()
+        return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+
+    def to_frame(self) -> pd.DataFrame:
+        """Tidy table: one row per entry, one column per axis, `<axis>_label` where labelled, `value`, `unit`."""
+        import pandas as pd
+
+        array = self.numpy()
+        grid = np.indices(array.shape).reshape(array.ndim, -1)
+        columns: dict[str, Any] = {}
+        for axis, index in zip(self.axes, grid, strict=True):
+            columns[axis] = index
+            if axis in self.labels:
+                columns[f"{axis}_label"] = np.asarray(list(self.labels[axis]), dtype=object)[index]
+        columns["value"] = array.reshape(-1)
+        frame = pd.DataFrame(columns)
+        return frame.assign(method=self.method, unit=self.unit)
+
+    def __repr__(self) -> str:
+        shape = ", ".join(f"{a}={s}" for a, s in zip(self.axes, self.values.shape, strict=True))
+        state = "verified" if self.verified else "NOT VERIFIED: " + "; ".join(self.failures)
+        return f"Scores({self.method} [{shape}] {self.sign}, {self.unit}; {state})"
