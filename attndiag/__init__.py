@@ -10,12 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attndiag.explain.contributions import contributions as contributions
-    from attndiag.hooks.capture_context import capture as capture
-    from attndiag.models.load import load as load
-    from attndiag.prompts import Prompt as Prompt
-    from attndiag.prompts import Target as Target
-    from attndiag.scores import Scores as Scores
+    from attndiag.explain.contributions import contributions
+    from attndiag.hooks.capture_context import capture
+    from attndiag.models.load import load
+    from attndiag.prompts import Prompt, Target
+    from attndiag.scores import Scores
 
 __version__ = "0.1.0"
 
@@ -29,7 +28,7 @@ _HOME = {
     "load": "attndiag.models.load",
 }
 
-__all__ = sorted([*_HOME, "__version__"])  # noqa: PLE0605
+__all__ = ["Prompt", "Scores", "Target", "__version__", "capture", "contributions", "load"]
 
 
 def __getattr__(name: str) -> Any:
