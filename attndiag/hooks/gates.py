@@ -1,0 +1,80 @@
+"""An elementwise gate between the head outputs z and the output projection (Qwen3-Next and others).
+
+A gate is made from the block's input, so the output stays linear in the values; a norm of z is made from z itself,
+and the output is then no sum over tokens (BitNet). Which one it is, is found by running the module again with z
+replaced: whatever stands there maps ones to the gate, and is a gate only if it maps every z' to gate * z'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attndiag.hooks.residual import FIT_TOLERANCE
+from attndiag.hooks.routed import RoutedArguments, listening
+
+_CACHES = ("past_key_values", "past_key_value", "cache", "layer_past")
+_NOT_A_GATE = (
+    "what stands between the head outputs and the output projection depends on the head outputs themselves "
+    "(a norm, for example), so the output is not a sum over tokens"
+)
+
+
+class _ReplaceZ:
+    """Listener that hands the module other head outputs than those it computed."""
+
+    def __init__(self, module: nn.Module, z: Tensor) -> None:
+        self.modules = {id(module)}
+        self.calls = 0
+        self._z = z
+
+    def on_routed(self, arguments: RoutedArguments, output: Any) -> Any:  # noqa: ARG002
+        """Return the replacement in the shape of the real output."""
+        self.calls += 1
+        original = output[0] if isinstance(output, tuple | list) else output
+        replaced = self._z.reshape(original.shape)
+        return (replaced, *output[1:]) if isinstance(output, tuple | list) else replaced
+
+
+def find_output_gate(
+    module: nn.Module, projection: nn.Module, z: Tensor, inputs: Tensor, arguments: dict[str, Any]
+) -> tuple[Tensor | None, str]:
+    """The gate between z and `inputs` of the projection, or None with the reason.
+
+    Parameters
+    ----------
+    module : the attention module; run three times more, without its cache.
+    projection : the linear map whose input is compared.
+    z : [batch, query_pos, head, d_value]; inputs : the same number of entries.
+    arguments : what the module's forward was called with, by name.
+    """
+    # a cache would grow at each run; z is replaced, so what keys there are makes no difference
+    arguments = {name: value for name, value in arguments.items() if name not in _CACHES}
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(z.shape, generator=generator).to(device=z.device, dtype=z.dtype)
+    gate = _input_under(module, projection, torch.ones_like(z), arguments)
+    if gate is None:
+        return None, "the module makes several attention calls and combines them before the output projection"
+    tolerance = 4 * FIT_TOLERANCE.get(z.dtype, 1e-5)
+    for replaced, seen in ((z, inputs), (noise, _input_under(module, projection, noise, arguments))):
+        if seen is None:
+            return None, _NOT_A_GATE
+        error = (gate * replaced - seen.reshape(z.shape)).abs().max()
+        if not bool(error <= tolerance * seen.abs().max()):
+            return None, _NOT_A_GATE
+    return gate, ""
+
+
+def _input_under(module: nn.Module, projection: nn.Module, z: Tensor, arguments: dict[str, Any]) -> Tensor | None:
+    """Input of the projection when the head outputs are `z`; None unless the module makes exactly one attention call."""
+    seen: list[Tensor] = []
+    handle = projection.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    listener = _ReplaceZ(module, z.detach())
+    try:
+        with listening(listener), torch.no_grad():
+            module(**arguments)
+    finally:
+        handle.remove()
+    return seen[-1].reshape(z.shape) if listener.calls == 1 and seen else None

@@ -1,0 +1,142 @@
+"""Route C: watch the softmax of models that compute their attention themselves.
+
+A softmax output is followed through dropout, casts and reshapes to the matrix product that consumes it; that product
+is A v = z. Calls of `scaled_dot_product_attention` are read from their arguments. Only runs inside modules that do
+not fetch their attention function from transformers (Falcon, BLOOM, MPT, GPT-Neo, DeBERTa, XLNet, XLM, ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from attndiag.core.masks import causal_mask
+
+_SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
+_PASSES_ON = {
+    F.dropout, torch.dropout, Tensor.to, Tensor.type_as, Tensor.type, Tensor.float, Tensor.half, Tensor.bfloat16,
+    Tensor.contiguous, Tensor.view, Tensor.reshape, torch.reshape, Tensor.masked_fill, torch.masked_fill,
+    torch.nan_to_num, Tensor.nan_to_num, Tensor.clone,
+}  # fmt: skip
+_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
+
+
+@dataclass(frozen=True, eq=False)
+class TracedSoftmax:
+    """One attention call in canonical shapes.
+
+    pattern [batch, head, query_pos, key_pos] (None for fused calls, where q, k, scale and mask are known instead),
+    v [batch, kv_head, key_pos, d_value], z [batch, query_pos, head, d_value].
+    """
+
+    v: Tensor
+    z: Tensor
+    kernel: str
+    pattern: Tensor | None = None
+    q: Tensor | None = None
+    k: Tensor | None = None
+    scale: float | None = None
+    mask: Tensor | None = None
+    is_causal: bool = False
+    replay: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None
+
+
+@contextmanager
+def watching_softmax(on_softmax: Callable[[TracedSoftmax], None], batch: int | None):
+    """Report every softmax-times-values product until the context is left.
+
+    Parameters
+    ----------
+    batch : batch size, to split patterns that come as [batch * head, query_pos, key_pos].
+    """
+    with _SoftmaxWatch(on_softmax, batch):
+        yield
+
+
+class _SoftmaxWatch(TorchFunctionMode):
+    def __init__(self, on_softmax: Callable[[TracedSoftmax], None], batch: int | None) -> None:
+        super().__init__()
+        self._on_softmax = on_softmax
+        self._batch = batch
+        self._tagged: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            seen = _from_fused(args, kwargs, output)
+        elif func in _SOFTMAX and isinstance(output, Tensor) and output.ndim >= 3:
+            self._tagged[id(output)] = output
+            seen = None
+        elif func in _PASSES_ON and args and id(args[0]) in self._tagged and isinstance(output, Tensor):
+            self._tagged[id(output)] = output
+            seen = None
+        elif func in _PRODUCTS and len(args) == 2 and id(args[0]) in self._tagged:
+            seen = _from_product(self._tagged.pop(id(args[0])), args[1], output, self._batch)
+        elif func is torch.einsum and len(args) == 3 and id(args[1]) in self._tagged:
+            seen = _from_einsum(args[0], self._tagged.pop(id(args[1])), args[2], output)
+        else:
+            seen = None
+        if seen is not None:
+            self._on_softmax(seen)
+        return output
+
+
+def _from_product(pattern: Tensor, v: Tensor, z: Tensor, batch: int | None) -> TracedSoftmax | None:
+    if pattern.ndim == 3 and v.ndim == 3 and batch and pattern.shape[0] % batch == 0:
+        pattern, v, z = (tensor.unflatten(0, (batch, -1)) for tensor in (pattern, v, z))
+    if pattern.ndim != 4 or v.ndim != 4 or pattern.shape[-1] != v.shape[-2]:
+        return None
+    v = v.expand(pattern.shape[0], -1, -1, -1)
+    return TracedSoftmax(v=v, z=z.transpose(1, 2), kernel="softmax", pattern=pattern)
+
+
+def _from_einsum(equation: str, pattern: Tensor, v: Tensor, z: Tensor) -> TracedSoftmax | None:
+    """Axes by their letters: in all three = batch, head (in the pattern's order); pattern and z = query; and so on."""
+    left, _, out = equation.replace(" ", "").partition("->")
+    first, _, second = left.partition(",")
+    shared = [axis for axis in first if axis in second and axis in out]
+    query = [axis for axis in first if axis not in second]
+    key = [axis for axis in first if axis in second and axis not in out]
+    width = [axis for axis in second if axis not in first]
+    if (len(shared), len(query), len(key), len(width)) != (2, 1, 1, 1):
+        return None
+    batch, head = shared
+
+    def arranged(tensor: Tensor, have: str, want: tuple[str, ...]) -> Tensor:
+        return tensor.permute([have.index(axis) for axis in want])
+
+    return TracedSoftmax(
+        v=arranged(v, second, (batch, head, key[0], width[0])),
+        z=arranged(z, out, (batch, query[0], head, width[0])),
+        kernel="softmax",
+        pattern=arranged(pattern, first, (batch, head, query[0], key[0])),
+    )
+
+
+def _from_fused(args: tuple, kwargs: dict, z: Tensor) -> TracedSoftmax | None:
+    given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+    q, k, v = given["query"], given["key"], given["value"]
+    if q.ndim != 4:
+        return None
+    mask, is_causal = given.get("attn_mask"), bool(given.get("is_causal", False))
+    if is_causal and q.shape[2] != k.shape[2]:
+        mask, is_causal = causal_mask(q.shape[2], k.shape[2], offset=0, device=q.device), False
+    scale = given.get("scale")
+
+    def replay(values: Tensor) -> tuple[Tensor, None]:
+        with torch.no_grad():
+            again = F.scaled_dot_product_attention(**(given | {"value": values, "dropout_p": 0.0}))
+        return again.transpose(1, 2), None
+
+    return TracedSoftmax(
+        v=v, z=z.transpose(1, 2), kernel="sdpa", q=q, k=k, mask=mask, is_causal=is_causal, replay=replay,
+        scale=float(q.shape[-1] ** -0.5 if scale is None else scale),
+    )  # fmt: skip
