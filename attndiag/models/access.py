@@ -50,10 +50,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def input_embedding(model: nn.Module) -> nn.Embedding | None:
     """The module that turns token ids into vectors, None for a model without one."""
-    if not hasattr(model, "getinput_embeddings"):
+    if not hasattr(model, "get_input_embeddings"):
         return None
     try:
-        embedding = model.getinput_embeddings()  # pyright: ignore[reportCallIssue]
+        embedding = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
     except (NotImplementedError, AttributeError):
         return None  # transformers' way of saying that there is none
     return embedding if isinstance(embedding, nn.Embedding) else None
