@@ -14,6 +14,7 @@ differ there (some give nan, some zeros, some uniform weights over every key, pa
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
@@ -106,7 +107,7 @@ def softmax_rows(scores: Pattern, *, sinks: Tensor | None = None) -> tuple[Patte
         pattern = torch.softmax(scores.masked_fill(dead, 0.0), dim=-1).masked_fill(dead, 0.0)
         return pattern, scores.new_zeros(rows)
     logits = sinks[None, :, None] if sinks.ndim == 1 else sinks
-    _check_broadcast("sinks", logits, rows)
+    check_broadcast("sinks", logits, rows)
     extended = torch.cat([scores, logits.to(scores.dtype).expand(rows)[..., None]], dim=-1)
     dead = (extended == NEG_INF).all(dim=-1, keepdim=True)
     extended = torch.softmax(extended.masked_fill(dead, 0.0), dim=-1).masked_fill(dead, 0.0)
@@ -278,7 +279,8 @@ def multi_head_attention(
     q = _project("x", x, "w_q", weights.w_q, weights.b_q)
     k = _project("source", source, "w_k", weights.w_k, weights.b_k)
     v = _project("source", source, "w_v", weights.w_v, weights.b_v)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[-1])
     scores = attention_scores(q, k, scale=scale, softcap=softcap, position_bias=position_bias, mask=mask)
     pattern, sink_mass = softmax_rows(scores, sinks=sinks)
     z = head_outputs(pattern, v)
@@ -309,7 +311,7 @@ def _project(name: str, x: Tensor, weight_name: str, weight: Tensor, bias: Tenso
 
 
 def _add(scores: Tensor, term: Tensor, name: str) -> Tensor:
-    _check_broadcast(name, term, scores.shape)
+    check_broadcast(name, term, scores.shape)
     if term.dtype == torch.bool:
         return scores.masked_fill(~term, NEG_INF)
     if not term.is_floating_point():
@@ -320,7 +322,8 @@ def _add(scores: Tensor, term: Tensor, name: str) -> Tensor:
     return (scores + term.to(scores.dtype)).masked_fill(forbidden_entries(term), NEG_INF)
 
 
-def _check_broadcast(name: str, tensor: Tensor, shape: torch.Size) -> None:
+def check_broadcast(name: str, tensor: Tensor, shape: torch.Size) -> None:
+    """Raise `ShapeError` unless `tensor` broadcasts to exactly `shape`."""
     try:
         fits = torch.broadcast_shapes(tensor.shape, shape) == shape
     except RuntimeError:
