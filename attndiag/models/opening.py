@@ -155,13 +155,16 @@ def open_model(
         The checkpoint cannot be found, fetched or read; its class is unknown; weights are missing; the dtype or the
         device cannot be had.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GgufConfig
 
     wanted = parse_dtype(dtype)
     place = parse_device(device)
     options: dict[str, Any] = {**checkpoint.options, "dtype": "auto" if wanted is None else wanted}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
+    if checkpoint.gguf_file is not None:
+        # packed blocks hide the weights that are to be measured
+        options["quantization_config"] = GgufConfig(dequantize=True)
     if not isinstance(place, torch.device):
         options["device_map"] = place
     with _Explained(checkpoint), quiet_bars():
