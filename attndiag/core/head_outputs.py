@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attndiag.core.circuits import defined
+from attndiag.core.contributions import contribution
 from attndiag.core.heads import mean_over, query_mask, sink_mask
 from attndiag.errors import ShapeError, UndefinedScoreWarning
 from attndiag.shapes import OutputWeights, Pattern, Values, check_rank, check_same_size, expand_kv_heads
@@ -141,8 +142,7 @@ def value_drain(
     real = torch.ones_like(on_sinks) if keys is None else keys.to(on_sinks.device)
     f = values @ out
     norms = f.norm(dim=-1)
-    gram = torch.einsum("bhkm,bgkm->bkhg", f, f)
-    joint = torch.einsum("bhqk,bkhg,bgqk->bqk", weights, gram, weights).clamp(min=0).sqrt()
+    joint = contribution(weights, v.double(), out)
     weight_share = _share(weights, on_sinks, counted, "weight")
     return ValueDrain(
         weight_share=weight_share,
