@@ -276,11 +276,12 @@ class _Recorder:
             return output
         z_heads = _as_heads(z, q.shape[1], v.shape[-1], q.shape[2])
         if z_heads is None:
-            self._refuse(name, arguments.module, f"its attention function returns {tuple(z.shape)}, not one vector a head")
+            self._refuse(
+                name, arguments.module, f"its attention function returns {tuple(z.shape)}, not one vector a head"
+            )
             return output
         terms = kernel_terms(arguments)
         self._note(
-            arguments.module,
             AttentionCall(
                 **self._origin(arguments.module, z_heads, k.shape[2]),
                 route="routed",
@@ -303,8 +304,7 @@ class _Recorder:
 
     def _on_softmax(self, module: nn.Module, seen: TracedSoftmax) -> None:
         """Note a call whose softmax was traced."""
-        self._note(
-            module,
+        pending = self._note(
             AttentionCall(
                 **self._origin(module, seen.z, seen.v.shape[2]),
                 route="traced",
@@ -320,6 +320,11 @@ class _Recorder:
                 replay=seen.replay,
             ),
         )
+        if pending is not None and seen.output_weight is not None:
+            for inner, part in module.named_modules():
+                if getattr(part, "weight", None) is seen.output_weight:
+                    pending.projection = (f"{pending.call.module_name}.{inner}", part)
+                    pending.attn_out = seen.attn_out
 
     def _origin(self, module: nn.Module, z: Tensor, n_keys: int) -> dict[str, Any]:
         name = self._names[id(module)]
@@ -338,31 +343,46 @@ class _Recorder:
             "query_valid": self._valid_queries(name, cross, z, n_keys),
         }
 
-    def _note(self, module: nn.Module, call: AttentionCall) -> None:
+    def _note(self, call: AttentionCall) -> _PendingCall | None:
+        """Keep a call until its block is left; None when its layer was not asked for."""
         for name in list(self._ran_without_call):
-            if call.module_name == name or call.module_name.startswith(f"{name}.") or name.startswith(f"{call.module_name}."):
+            if (
+                call.module_name == name
+                or call.module_name.startswith(f"{name}.")
+                or name.startswith(f"{call.module_name}.")
+            ):
                 del self._ran_without_call[name]
         if call.layer is not None:
             self._layers_seen.add(call.layer)
         if self._layers is not None and call.layer not in self._layers:
             self.captured.n_calls += 1
-            return
+            return None
         trace = self._blocks[-1] if self._blocks else None
         order = trace.next_order() if trace is not None else 0
-        self._pending.append(_PendingCall(call, trace, order))
+        pending = _PendingCall(call, trace, order)
+        self._pending.append(pending)
         if trace is None and len(self._pending) > 1 and self._pending[0].trace is None:
             # outside any block there is no end to wait for: finish the calls of modules that are done
             while len(self._pending) > 1 and self._pending[0].call.module_name != call.module_name:
                 self._deliver(self._pending.pop(0))
+        return pending
 
     def _after_linear(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        if self._replaying or not self._pending or not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
+        if (
+            self._replaying
+            or not self._pending
+            or not args
+            or not isinstance(args[0], Tensor)
+            or not isinstance(output, Tensor)
+        ):
             return
         name = self._names[id(module)]
         same_module = [p for p in self._pending if p.call.module_name == self._pending[-1].call.module_name]
         last = same_module[-1]
         if last.is_output(args[0]):
-            if last.projection is None or last.projection[0].startswith(f"{name}."):  # a wrapper is called after its core
+            if last.projection is None or last.projection[0].startswith(
+                f"{name}."
+            ):  # a wrapper is called after its core
                 last.projection, last.attn_out = (name, module), output
         elif len(same_module) > 1 and all(p.projection is None for p in same_module):
             _split_chunks(same_module, name, module, args[0], output)
@@ -397,7 +417,9 @@ class _Recorder:
         module = self._model.get_submodule(call.module_name)
         self._replaying = True
         try:
-            return find_output_gate(module, self._model.get_submodule(name), call.z, inputs, self._arguments[id(module)])
+            return find_output_gate(
+                module, self._model.get_submodule(name), call.z, inputs, self._arguments[id(module)]
+            )
         finally:
             self._replaying = False
 
@@ -410,7 +432,11 @@ class _Recorder:
             self._deliver(self._pending.pop(0))
         for name, module in self._ran_without_call.items():
             kind = type(module).__name__
-            mixer = "it mixes tokens without a softmax" if _MIXER_LIKE.search(kind) else "no softmax over keys was seen in it"
+            mixer = (
+                "it mixes tokens without a softmax"
+                if _MIXER_LIKE.search(kind)
+                else "no softmax over keys was seen in it"
+            )
             self._refuse(name, module, mixer)
         if self.captured.n_calls == 0:
             what = ", ".join(sorted({f"{r.module_class} ({r.reason})" for r in self.captured.refusals})[:4])
@@ -483,9 +509,7 @@ class _PendingCall:
         return replace(call, output=output, output_gate=gate, attn_out=attn_out, trace=trace)
 
 
-def _split_chunks(
-    parts: list[_PendingCall], name: str, module: nn.Module, inputs: Tensor, output: Tensor
-) -> None:
+def _split_chunks(parts: list[_PendingCall], name: str, module: nn.Module, inputs: Tensor, output: Tensor) -> None:
     """One projection after several calls (an image in chunks): give each call its slice, if they concatenate."""
     sizes = [part.call.z.shape[0] * part.call.n_queries for part in parts]
     width = parts[0].call.z.shape[2] * parts[0].call.z.shape[3]

@@ -111,7 +111,9 @@ def _measure(call: AttentionCall, chosen: Tensor | None) -> Certificate:
     elif formula_error is not None:
         value_error = formula_error
     else:
-        raise UnsupportedModelError(f"{call.module_name}: neither a pattern nor q and k were captured; please report it")
+        raise UnsupportedModelError(
+            f"{call.module_name}: neither a pattern nor q and k were captured; please report it"
+        )
 
     output_error = None
     if call.output is not None and call.attn_out is not None:
@@ -184,5 +186,3 @@ def probe_pattern(call: AttentionCall) -> Tensor:
         identity[:, :, torch.arange(start, stop), torch.arange(stop - start)] = 1.0
         blocks.append(call.replay(identity)[0][..., : stop - start])
     return torch.cat(blocks, dim=-1).transpose(1, 2)
-
-

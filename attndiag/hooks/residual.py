@@ -183,10 +183,16 @@ def linearise_norm(norm: SeenModule) -> LinearisedNorm:
     work = torch.float64 if norm.input.dtype == torch.float64 else torch.float32
     hidden, output = norm.input.detach().to(work), norm.output.detach().to(work)
     weight, bias = getattr(norm.module, "weight", None), getattr(norm.module, "bias", None)
-    gain = torch.ones(hidden.shape[-1], dtype=work, device=hidden.device) if weight is None else weight.detach().to(work)
+    gain = (
+        torch.ones(hidden.shape[-1], dtype=work, device=hidden.device) if weight is None else weight.detach().to(work)
+    )
     offset = None if bias is None else bias.detach().to(work)
     eps = next(
-        (float(value) for name in ("eps", "variance_epsilon", "epsilon") if (value := getattr(norm.module, name, None))),
+        (
+            float(value)
+            for name in ("eps", "variance_epsilon", "epsilon")
+            if (value := getattr(norm.module, name, None))
+        ),
         0.0,
     )
     smallest = float("inf")

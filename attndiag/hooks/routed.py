@@ -153,8 +153,10 @@ def kernel_terms(arguments: RoutedArguments) -> KernelTerms:
     window = options.get("sliding_window", getattr(module, "sliding_window", None))
     window = window if isinstance(window, int) and window > 0 else None
     # sdpa knows no sinks: what a module keeps under that name does not take part in its softmax
-    sinks = None if arguments.kernel == "sdpa" else _first_tensor(
-        options.get("s_aux"), options.get("sinks"), getattr(module, "sinks", None)
+    sinks = (
+        None
+        if arguments.kernel == "sdpa"
+        else _first_tensor(options.get("s_aux"), options.get("sinks"), getattr(module, "sinks", None))
     )
     mask, is_causal = _applied_mask(arguments, window)
     return KernelTerms(

@@ -7,6 +7,7 @@ not fetch their attention function from transformers (Falcon, BLOOM, MPT, GPT-Ne
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ class TracedSoftmax:
     """One attention call in canonical shapes.
 
     pattern [batch, head, query_pos, key_pos] (None for fused calls, where q, k, scale and mask are known instead),
-    v [batch, kv_head, key_pos, d_value], z [batch, query_pos, head, d_value].
+    v [batch, kv_head, key_pos, d_value], z [batch, query_pos, head, d_value]. Where the output projection is part of the
+    same function (`multi_head_attention_forward`), its weight and its output come along.
     """
 
     v: Tensor
@@ -46,6 +48,8 @@ class TracedSoftmax:
     mask: Tensor | None = None
     is_causal: bool = False
     replay: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None
+    output_weight: Tensor | None = None
+    attn_out: Tensor | None = None
 
 
 @contextmanager
@@ -72,10 +76,11 @@ class _SoftmaxWatch(TorchFunctionMode):
         output = func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             seen = _from_fused(args, kwargs, output)
-        elif func in _SOFTMAX and isinstance(output, Tensor) and output.ndim >= 3:
-            self._tagged[id(output)] = output
-            seen = None
-        elif func in _PASSES_ON and args and id(args[0]) in self._tagged and isinstance(output, Tensor):
+        elif func is F.multi_head_attention_forward:
+            seen = _from_multi_head(args, kwargs, output)
+        elif (func in _SOFTMAX and isinstance(output, Tensor) and output.ndim >= 3) or (
+            func in _PASSES_ON and args and id(args[0]) in self._tagged and isinstance(output, Tensor)
+        ):
             self._tagged[id(output)] = output
             seen = None
         elif func in _PRODUCTS and len(args) == 2 and id(args[0]) in self._tagged:
@@ -139,4 +144,28 @@ def _from_fused(args: tuple, kwargs: dict, z: Tensor) -> TracedSoftmax | None:
     return TracedSoftmax(
         v=v, z=z.transpose(1, 2), kernel="sdpa", q=q, k=k, mask=mask, is_causal=is_causal, replay=replay,
         scale=float(q.shape[-1] ** -0.5 if scale is None else scale),
+    )  # fmt: skip
+
+
+def _from_multi_head(args: tuple, kwargs: dict, output: tuple[Tensor, Tensor | None]) -> TracedSoftmax | None:
+    """PyTorch's own function: asked again for the weights of each head; its output then certifies them."""
+    names = inspect.signature(F.multi_head_attention_forward).parameters
+    given = dict(zip(names, args, strict=False)) | kwargs
+    value, heads = given["value"], given["num_heads"]
+    if value.ndim != 3 or given["bias_k"] is not None or given["add_zero_attn"]:
+        return None
+    width = given["embed_dim_to_check"]
+    if given.get("use_separate_proj_weight"):
+        weight = given["v_proj_weight"]
+    else:
+        weight = given["in_proj_weight"][2 * width :]
+    bias = given["in_proj_bias"]
+    with torch.no_grad():
+        v = F.linear(value, weight, None if bias is None else bias[2 * width :])
+        again = F.multi_head_attention_forward(**(given | {"need_weights": True, "average_attn_weights": False}))
+    pattern = again[1]
+    v = v.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+    return TracedSoftmax(
+        v=v, z=(pattern @ v).transpose(1, 2), kernel="multi_head_attention", pattern=pattern,
+        output_weight=given["out_proj_weight"], attn_out=output[0].transpose(0, 1),
     )  # fmt: skip

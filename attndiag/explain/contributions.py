@@ -1,0 +1,285 @@
+"""`contributions`: one captured attention call -> value-aware `Scores`.
+
+Joins a record of the capture with the mathematics of `core.contributions`: takes the pattern (or q and k for backends
+that never form one), v and W_O of the call, folds in what the block does with the output (branch factor, norms), and
+stores beside the numbers what decides whether to believe them: the certificate of the capture and the completeness of
+the decomposition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from attndiag.core import contributions as maths
+from attndiag.core.norms import FoldedOutput, fold_output
+from attndiag.errors import NotApplicableError
+from attndiag.hooks.certify import TOLERANCE
+from attndiag.hooks.record import AttentionCall
+from attndiag.hooks.residual import linearise_norm
+from attndiag.scores import Scores, Sign
+
+Kind = Literal[
+    "weight",
+    "value_norm",
+    "head_contribution",
+    "contribution",
+    "contribution_residual",
+    "contribution_norm",
+    "mixing_ratio",
+    "projection",
+    "target_attribution",
+    "alti",
+    "alti_l2",
+]
+Backend = Literal["auto", "reference"]
+Norm = Literal["own", "next"]
+
+_PAIR = ("batch", "query_pos", "key_pos")
+_HEAD_PAIR = ("batch", "head", "query_pos", "key_pos")
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Axes, unit and sign of one kind, and what it needs of the block."""
+
+    axes: tuple[str, ...]
+    unit: str
+    sign: Sign = "non-negative"
+    residual: bool = False
+    norm: bool = False
+
+
+_FORMS: dict[str, _Form] = {
+    "weight": _Form(_HEAD_PAIR, "mass"),
+    "value_norm": _Form(_HEAD_PAIR, "value norm"),
+    "head_contribution": _Form(_HEAD_PAIR, "residual norm"),
+    "contribution": _Form(_PAIR, "residual norm"),
+    "contribution_residual": _Form(_PAIR, "residual norm", residual=True),
+    "contribution_norm": _Form(_PAIR, "norm-layer output norm", residual=True, norm=True),
+    "mixing_ratio": _Form(("batch", "query_pos"), "ratio", residual=True),
+    "projection": _Form(_PAIR, "residual norm", sign="signed"),
+    "target_attribution": _Form(("batch", "head", "key_pos"), "logits", sign="signed"),
+    "alti": _Form(_PAIR, "share of row", residual=True),
+    "alti_l2": _Form(_PAIR, "share of row", residual=True),
+}
+
+
+def contributions(
+    call: AttentionCall,
+    kind: Kind = "contribution",
+    backend: Backend = "auto",
+    dtype: torch.dtype | None = None,
+    *,
+    norm: Norm = "own",
+    direction: Tensor | None = None,
+    query: int | None = None,
+) -> Scores:
+    """Value-aware contributions of one attention call.
+
+    Parameters
+    ----------
+    call : a record from `attndiag.capture`.
+    kind : with A the pattern, f_j^h = v_j^h W_O^h, T_ij = sum_h A_ij^h f_j^h and x the residual stream:
+
+        - `"weight"`: A_ij^h, mass in [0, 1]; `"value_norm"`: A_ij^h ||v_j^h|| (depends on the basis of v).
+        - `"head_contribution"`: A_ij^h ||f_j^h||; `"contribution"`: ||T_ij|| (Kobayashi 2020, arXiv 2004.10102).
+        - `"contribution_residual"`: ||T_ij + 1[i=j] x_i||; `"contribution_norm"`: the same after the norm layer,
+          linearised at its real input; `"mixing_ratio"` (Kobayashi 2021, arXiv 2109.07152).
+        - `"projection"`: <T_ij, o_i> / ||o_i||, signed.
+        - `"target_attribution"`: <T_tj, u> by head for query t, signed, direct path only (arXiv 2305.12535).
+        - `"alti"`, `"alti_l2"`: rows normalised, the raw magnitude in `checks["raw"]` (arXiv 2203.04212).
+    backend : `"reference"` is the readable float path; `"auto"` picks the fastest verified one.
+    dtype : dtype of the computation; None is float32, or float64 for a float64 call.
+    norm : `"own"` uses the norm that follows attention in post-norm models; `"next"` asks for the norm that reads the
+        residual stream after attention in pre-norm models.
+    direction, query : for `target_attribution`: u [d_model] or [batch, d_model] in the residual stream, and t.
+
+    Returns
+    -------
+    Scores with axes [batch, head, query_pos, key_pos] (weight, value_norm, head_contribution),
+    [batch, head, key_pos] (target_attribution), [batch, query_pos] (mixing_ratio) or [batch, query_pos, key_pos].
+    Rows of padded queries are nan. `checks` holds the certificate's errors, the largest completeness error over rows
+    and, for `contribution`, the smallest cancellation ratio; what is above tolerance is in `failures`.
+
+    Raises
+    ------
+    NotApplicableError : the kind does not exist for this layer (norm of a pre-norm block, residual in cross-attention).
+    UnsupportedModelError : no output projection or residual stream was found; the text says why.
+    """
+    if kind not in _FORMS:
+        raise NotApplicableError(f"kind is {kind!r}; expected one of {', '.join(_FORMS)}")
+    if backend not in get_args(Backend):
+        raise NotApplicableError(f"backend is {backend!r}; expected one of {', '.join(get_args(Backend))}")
+    form = _FORMS[kind]
+    if form.residual and call.kind == "cross":
+        raise NotApplicableError(
+            f"{kind} puts the residual on the diagonal, and in cross-attention ({call.module_name}) no key is the query "
+            "itself; use `contribution`"
+        )
+    work = dtype or (torch.float64 if call.z.dtype == torch.float64 else torch.float32)
+    with torch.no_grad():
+        values, checks = _compute(call, kind, form, work, norm, direction, query)
+    certificate = call.certificate
+    failures = list(certificate.failures)
+    tolerance = TOLERANCE[call.z.dtype]
+    completeness = checks.get("completeness_error")
+    if completeness is not None and not completeness <= tolerance:
+        failures.append(f"the parts miss the module's output by {completeness:.1e}, above {tolerance:.1e}")
+    return Scores(
+        values=_hide_padded_queries(values, call, form, query),
+        axes=form.axes,
+        method=kind,
+        unit=form.unit,
+        sign=form.sign,
+        params={"norm": norm} if form.norm else {},
+        provenance={
+            "module": call.module_name,
+            "layer": call.layer,
+            "call_index": call.call_index,
+            "route": call.route,
+            "kernel": call.kernel,
+            "backend": "reference",
+            "dtype": str(work).removeprefix("torch."),
+            "model_dtype": str(call.z.dtype).removeprefix("torch."),
+        },
+        checks=checks
+        | {
+            "value_error": certificate.value_error,
+            "formula_error": certificate.formula_error,
+            "output_error": certificate.output_error,
+        },
+        failures=tuple(failures),
+    )
+
+
+def _compute(
+    call: AttentionCall,
+    kind: Kind,
+    form: _Form,
+    work: torch.dtype,
+    norm: Norm,
+    direction: Tensor | None,
+    query: int | None,
+) -> tuple[Tensor, dict[str, Any]]:
+    pattern, v = call.pattern.to(work), call.v.detach().to(work)
+    if kind == "weight":
+        return pattern, {}
+    if kind == "value_norm":
+        return maths.value_norm(pattern, v), {}
+
+    w_o, b_o = call.w_o.to(work), call.b_o.to(work)
+    gate = None if call.output_gate is None else call.output_gate.detach().to(work)
+    attn_out = None if call.attn_out is None else call.attn_out.detach().to(work)
+    checks: dict[str, Any] = {}
+    if attn_out is not None:
+        errors = maths.completeness_error(pattern, v, w_o, attn_out, bias=b_o, gate=gate)
+        checks["completeness_error"] = float(_rows_that_count(errors, call).max())
+
+    if kind == "head_contribution":
+        return _head_contribution(pattern, v, w_o, gate), checks
+    if kind == "contribution":
+        values = maths.contribution(pattern, v, w_o, gate=gate)
+        written = _head_contribution(pattern, v, w_o, gate).sum(1)
+        ratio = torch.where(written > 0, values / written, torch.inf)
+        checks["smallest_cancellation"] = min(float(ratio.min()), 1.0)
+        return values, checks
+    if kind == "projection":
+        values, bias_part = maths.projection(pattern, v, w_o, bias=b_o, gate=gate)
+        return values, checks | {"bias_part": bias_part}
+    if kind == "target_attribution":
+        if direction is None or query is None:
+            raise NotApplicableError("target_attribution needs `direction` (u in the residual stream) and `query` (t)")
+        return maths.target_attribution(pattern, v, w_o, direction.to(work), query, gate=gate), checks
+
+    # the vector whose parts are measured: after the norm in post-norm blocks, the stream itself in the others
+    after_norm = kind == "contribution_norm" or (kind != "contribution_residual" and call.site.place == "post")
+    folded = folded_output(call, w_o, b_o, norm=norm if after_norm else None)
+    common: dict[str, Any] = {
+        "residual": folded.residual,
+        "row_scale": folded.row_scale,
+        "diagonal_offset": call.diagonal_offset,
+        "gate": gate,
+    }
+    if kind in ("contribution_residual", "contribution_norm"):
+        return maths.contribution(pattern, v, folded.w_o, **common), checks
+    if kind == "mixing_ratio":
+        return maths.mixing_ratio(pattern, v, folded.w_o, **common), checks
+    measure: Callable[..., tuple[Tensor, Tensor]] = maths.alti if kind == "alti" else maths.alti_l2
+    shares, raw = measure(pattern, v, folded.w_o, bias=folded.bias, **common)
+    return shares, checks | {"raw": raw}
+
+
+def folded_output(call: AttentionCall, w_o: Tensor, b_o: Tensor, *, norm: Norm | None) -> FoldedOutput:
+    """What the block does between W_O and the stream (branch factor, sandwich norm, norm after the sum), folded.
+
+    Parameters
+    ----------
+    norm : None leaves the norm after the sum out; `"own"` takes the post norm; `"next"` the norm that reads the sum.
+
+    Raises
+    ------
+    NotApplicableError : there is no such norm in this block.
+    UnsupportedModelError : the residual stream could not be located.
+    """
+    site = call.site.require_known("the residual stream")
+    reader = None
+    if norm is not None:
+        if site.place != "post" and norm == "own":
+            raise NotApplicableError(
+                f"{call.module_name} is a {site.place}-norm block: no norm follows the sum with the residual. "
+                'Ask for norm="next" to use the norm that reads the stream after attention, or use contribution_residual'
+            )
+        if site.reader is None:
+            raise NotApplicableError(
+                f"{call.module_name}: no norm of this block reads the stream after attention ({site.place}); "
+                "use contribution_residual"
+            )
+        reader = linearise_norm(site.reader)
+    sandwich = None if site.branch_norm is None else linearise_norm(site.branch_norm)
+    return fold_output(
+        w_o,
+        b_o,
+        resid_pre=None if site.resid_pre is None else site.resid_pre.detach().to(w_o.dtype),
+        multiplier=site.multiplier,
+        sandwich=sandwich,
+        norm=reader,
+    )
+
+
+def _head_contribution(pattern: Tensor, v: Tensor, w_o: Tensor, gate: Tensor | None) -> Tensor:
+    if gate is None:
+        return maths.head_contribution(pattern, v, w_o)
+    group = pattern.shape[1] // v.shape[1]
+    heads = [
+        maths.contribution(
+            pattern[:, h : h + 1], v[:, h // group : h // group + 1], w_o[h : h + 1], gate=gate[:, :, h : h + 1]
+        )
+        for h in range(pattern.shape[1])
+    ]
+    return torch.stack(heads, dim=1)
+
+
+def _rows_that_count(per_query: Tensor, call: AttentionCall) -> Tensor:
+    """Drop rows whose content is a convention (padding, no key allowed in some head)."""
+    keep = torch.ones(per_query.shape, dtype=torch.bool, device=per_query.device)
+    if call.query_valid is not None:
+        keep &= call.query_valid
+    if call.fully_masked is not None:
+        keep &= ~call.fully_masked.any(1).expand_as(keep)
+    kept = per_query[keep]
+    return kept if kept.numel() else per_query.new_zeros(1)
+
+
+def _hide_padded_queries(values: Tensor, call: AttentionCall, form: _Form, query: int | None) -> Tensor:
+    if call.query_valid is None:
+        return values
+    padded = ~call.query_valid
+    if form.axes == ("batch", "head", "key_pos"):
+        return values.masked_fill(padded[:, query, None, None], torch.nan)
+    shape = [padded.shape[0], *(padded.shape[1] if axis == "query_pos" else 1 for axis in form.axes[1:])]
+    return values.masked_fill(padded.reshape(shape), torch.nan)

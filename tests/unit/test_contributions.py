@@ -1,0 +1,204 @@
+"""`contributions` on captured calls: known answers, an independent replica from hooks alone, and clear refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BertConfig, BertModel
+
+import attndiag
+from attndiag.errors import NotApplicableError
+from attndiag.models import known
+
+
+def capture_one(model, ids: Tensor, layer: int = 0):
+    with torch.no_grad(), attndiag.capture(model, layers=[layer]) as captured:
+        model(ids)
+    return captured.calls[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sink_model_weights_mislead_on_head_0_and_not_on_head_1(dtype):
+    sink = known.sink_against_value(dtype=dtype)
+    call = capture_one(sink.model, sink.prompt_ids)
+    weight_of = attndiag.contributions(call, "weight").require_verified().values[0, :, -1]
+    written_of = attndiag.contributions(call, "head_contribution").require_verified().values[0, :, -1]
+    for kind, values in (("weight", weight_of), ("head_contribution", written_of)):
+        for (_, head, _, key), expected in sink.expected[kind].items():
+            assert float(values[head, key]) == pytest.approx(expected, abs=4e-6)
+    # said once in plain numbers: nine tenths of the weight write almost nothing on head 0
+    assert [round(float(written_of[0, key]), 3) for key in (0, 1)] == [0.009, 1.0]
+    assert [round(float(written_of[1, key]), 3) for key in (0, 1)] == [0.9, 0.1]
+
+
+def parts_from_hooks(model, ids: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    """T [query, key, d] of a Llama layer in float64, from module hooks and eager weights alone."""
+    attention = model.model.layers[layer].self_attn
+    seen: dict[str, Tensor] = {}
+    handles = [
+        attention.v_proj.register_forward_hook(lambda _m, _a, out: seen.update(v=out)),
+        model.model.layers[layer].register_forward_pre_hook(lambda _m, args: seen.update(x=args[0])),
+        attention.o_proj.register_forward_hook(lambda _m, _a, out: seen.update(o=out)),
+    ]
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        pattern = model(ids, output_attentions=True).attentions[layer][0].double()
+    model.set_attn_implementation("sdpa")
+    for handle in handles:
+        handle.remove()
+    heads, n = pattern.shape[0], pattern.shape[1]
+    v = seen["v"][0].double().reshape(n, -1, 8)
+    w = attention.o_proj.weight.detach().double()
+    parts = torch.zeros(n, n, w.shape[0], dtype=torch.float64)
+    for head in range(heads):
+        f = v[:, head // (heads // v.shape[1])] @ w[:, head * 8 : head * 8 + 8].T
+        parts += pattern[head][:, :, None] * f[None]
+    return parts, seen["x"][0].double(), seen["o"][0].double()
+
+
+def test_every_kind_equals_a_replica_from_hooks(tiny_llama):
+    ids = torch.randint(2, 64, (1, 12))
+    parts, x, out = parts_from_hooks(tiny_llama, ids, 1)
+    call = capture_one(tiny_llama, ids, 1)
+    torch.testing.assert_close(parts.sum(1), out, atol=1e-5, rtol=1e-5)
+
+    def check(kind: str, expected: Tensor, **options) -> None:
+        scores = attndiag.contributions(call, kind, **options).require_verified()
+        torch.testing.assert_close(scores.values[0].double(), expected, atol=2e-5, rtol=2e-5)
+
+    own = torch.eye(12, dtype=torch.float64)[..., None] * x[None]
+    check("contribution", parts.norm(dim=-1))
+    check("contribution_residual", (parts + own).norm(dim=-1))
+    check("projection", (parts * out[:, None]).sum(-1) / out.norm(dim=-1, keepdim=True))
+    mixed = (parts * (1 - torch.eye(12, dtype=torch.float64))[..., None]).sum(1).norm(dim=-1)
+    kept = (parts.diagonal().T + x).norm(dim=-1)
+    check("mixing_ratio", mixed / (mixed + kept))
+    u = torch.randn(32, dtype=torch.float64)
+    attribution = attndiag.contributions(call, "target_attribution", direction=u, query=7)
+    assert attribution.sign == "signed"
+    torch.testing.assert_close(attribution.values[0].sum(0).double(), parts[7] @ u, atol=2e-5, rtol=2e-5)
+    y = parts.sum(1) + x
+    raw = (y.abs().sum(-1)[:, None] - (y[:, None] - parts - own).abs().sum(-1)).clamp_min(0)
+    check("alti", raw / raw.sum(-1, keepdim=True))
+    # the norm that reads the stream after attention, linearised at its real input
+    norm = tiny_llama.model.layers[1].post_attention_layernorm
+    scale = (y.square().mean(-1) + norm.variance_epsilon).sqrt()
+    after = (parts + own) * norm.weight.detach().double() / scale[:, None, None]
+    check("contribution_norm", after.norm(dim=-1), norm="next")
+
+
+def test_post_norm_parts_sum_to_what_the_layer_norm_returned():
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    model = BertModel(config).eval()
+    for name, weight in model.named_parameters():
+        weight.data.mul_(6) if weight.ndim == 2 else weight.data.add_(torch.randn_like(weight) * 0.2 * ("bias" in name))
+    seen = {}
+    norm = model.encoder.layer[1].attention.output.LayerNorm
+    handle = norm.register_forward_hook(lambda _m, args, out: seen.update(h=args[0], y=out))
+    ids = torch.randint(2, 64, (1, 9))
+    call = capture_one(model, ids, 1)
+    handle.remove()
+    scores = attndiag.contributions(call, "contribution_norm").require_verified()
+    # replica: LayerNorm of the full sum, minus LayerNorm without one part, is linear once its scale is frozen
+    h = seen["h"][0].double()
+    scale = (h.var(-1, correction=0) + norm.eps).sqrt()
+    gain = norm.weight.detach().double()
+    pattern, v, w = call.pattern[0].double(), call.v[0].double(), call.w_o.double()
+    parts = (
+        torch.einsum("hij,hjc,hcd->ijd", pattern, v, w)
+        + torch.eye(9)[..., None] * call.site.resid_pre[0].double()[None]
+    )
+    linear = (parts - parts.mean(-1, keepdim=True)) * gain / scale[:, None, None]
+    torch.testing.assert_close(scores.values[0].double(), linear.norm(dim=-1), atol=2e-5, rtol=2e-5)
+    bias = (call.b_o.double() - call.b_o.double().mean()) * gain / scale[:, None] + norm.bias.detach().double()
+    torch.testing.assert_close((linear.sum(1) + bias).float(), seen["y"][0], atol=1e-5, rtol=1e-5)
+
+
+def test_pre_norm_has_no_norm_of_its_own(tiny_llama):
+    call = capture_one(tiny_llama, torch.arange(2, 12)[None])
+    with pytest.raises(NotApplicableError, match='norm="next"'):
+        attndiag.contributions(call, "contribution_norm")
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [("granite", {"residual_multiplier": 0.25}), ("gemma2", {"head_dim": 8}), ("olmo2", {}), ("gpt_neox", {})],
+)
+def test_residual_parts_sum_to_the_stream(family, extra):
+    """Multipliers, sandwich norms and parallel blocks: the parts and the bias add up to what is in the stream."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family, vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, bos_token_id=0, eos_token_id=0, pad_token_id=0, **extra,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for weight in model.parameters():
+        weight.data.mul_(6) if weight.ndim == 2 else weight.data.add_(torch.randn_like(weight) * 0.1)
+    call = capture_one(model, torch.randint(2, 64, (1, 9)), 1)
+    site = call.site
+    assert site.multiplier == pytest.approx(extra.get("residual_multiplier", 1.0), abs=1e-6)
+    from attndiag.core.contributions import part_blocks
+    from attndiag.explain.contributions import folded_output
+
+    folded = folded_output(call, call.w_o.double(), call.b_o.double(), norm=None)
+    total = torch.zeros(9, 32, dtype=torch.float64)
+    for rows, parts in part_blocks(
+        call.pattern.double(), call.v.double(), folded.w_o, residual=folded.residual, row_scale=folded.row_scale
+    ):
+        total[rows] = parts[0].sum(1)
+    total = (total + folded.bias).reshape(9, 32)
+    if site.resid_mid is not None:
+        torch.testing.assert_close(total.float(), site.resid_mid[0], atol=2e-5, rtol=2e-5)
+    else:
+        branch = call.attn_out if site.branch_norm is None else site.branch_norm.output
+        torch.testing.assert_close(total.float(), (site.resid_pre + branch)[0], atol=2e-5, rtol=2e-5)
+    assert attndiag.contributions(call, "contribution_residual").verified
+
+
+def test_cross_attention_has_contributions_and_no_diagonal():
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "bart", vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48,
+    )  # fmt: skip
+    model = AutoModel.from_config(config).eval()
+    with torch.no_grad(), attndiag.capture(model) as captured:
+        model(input_ids=torch.randint(2, 64, (1, 9)), decoder_input_ids=torch.randint(2, 64, (1, 5)))
+    cross = next(c for c in captured.calls if c.kind == "cross")
+    assert attndiag.contributions(cross).require_verified().values.shape == (1, 5, 9)
+    with pytest.raises(NotApplicableError, match="no key is the query itself"):
+        attndiag.contributions(cross, "contribution_residual")
+
+
+def test_behind_a_cache_the_diagonal_moves(tiny_llama):
+    ids = torch.randint(2, 64, (1, 12))
+    whole = attndiag.contributions(capture_one(tiny_llama, ids, 1), "contribution_residual").values
+    with torch.no_grad():
+        past = tiny_llama(ids[:, :8]).past_key_values
+        with attndiag.capture(tiny_llama, layers=[1]) as captured:
+            tiny_llama(ids[:, 8:], past_key_values=past)
+    tail = attndiag.contributions(captured.calls[0], "contribution_residual").require_verified().values
+    torch.testing.assert_close(tail, whole[:, 8:], atol=1e-5, rtol=1e-4)
+
+
+def test_wrong_names_are_refused_with_the_right_ones(tiny_llama):
+    call = capture_one(tiny_llama, torch.arange(2, 12)[None])
+    with pytest.raises(NotApplicableError, match="expected one of weight"):
+        attndiag.contributions(call, "importance")
+    with pytest.raises(NotApplicableError, match="expected one of auto"):
+        attndiag.contributions(call, "weight", backend="cuda")
+    with pytest.raises(NotApplicableError, match="direction"):
+        attndiag.contributions(call, "target_attribution")
+
+
+def test_scores_carry_what_is_needed_to_read_them(tiny_llama):
+    scores = attndiag.contributions(capture_one(tiny_llama, torch.arange(2, 12)[None]))
+    frame = scores.to_frame()
+    assert len(frame) == 100
+    assert set(frame.columns) == {"batch", "query_pos", "key_pos", "value", "method", "unit"}
+    assert frame.unit.unique().tolist() == ["residual norm"]
+    assert 0 <= scores.checks["completeness_error"] < 1e-6
+    assert 0 < scores.checks["smallest_cancellation"] <= 1
+    assert scores.provenance["kernel"] == "sdpa"
