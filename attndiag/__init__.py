@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attndiag.explain.contributions import contributions
+    from attndiag.explain.target import score
     from attndiag.hooks.capture_context import capture
     from attndiag.models.load import load
     from attndiag.prompts import Prompt, Target
@@ -26,9 +27,19 @@ _HOME = {
     "capture": "attndiag.hooks.capture_context",
     "contributions": "attndiag.explain.contributions",
     "load": "attndiag.models.load",
+    "score": "attndiag.explain.target",
 }
 
-__all__ = ["Prompt", "Scores", "Target", "__version__", "capture", "contributions", "load"]
+__all__ = [
+    "Prompt",
+    "Scores",
+    "Target",
+    "__version__",
+    "capture",
+    "contributions",
+    "load",
+    "score",
+]
 
 
 def __getattr__(name: str) -> Any:

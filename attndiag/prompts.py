@@ -7,8 +7,8 @@ target is the scorer's (`attndiag.explain.target`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
 from attndiag.errors import PromptError, TargetError
 
@@ -67,19 +67,36 @@ class Target:
 
     Build one with the constructors below; `kind` is one of `TargetKind`. Swapping answer and foil negates every
     signed number exactly. A multi-token answer stands for its first token, leading space included, unless
-    `continuation_logprob` is asked for.
+    `continuation_logprob` is asked for. Token kinds are read at the last token, and in masked language models at the
+    mask token.
+
+    Parameters
+    ----------
+    kind : what is measured.
+    answer, foil : token texts; for `cosine` the text that the prompt is compared with; for `continuation_logprob`
+        the continuation, the prompt's own when None.
+    label, foil_label : classes by number or by name.
+    pooling : how a sentence encoder's token vectors become one (`cosine` only).
     """
 
     kind: TargetKind
     answer: str | None = None
     foil: str | None = None
-    label: int | None = None
+    label: int | str | None = None
+    foil_label: int | str | None = None
+    pooling: Literal["mean", "first"] = "mean"
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(TargetKind):
+            raise TargetError(f"unknown target kind {self.kind!r}; expected one of {', '.join(get_args(TargetKind))}")
+        if self.answer is not None and self.answer == self.foil:
+            raise TargetError(f"answer and foil are both {self.answer!r}; give two different texts")
+        if self.label is not None and self.label == self.foil_label:
+            raise TargetError(f"label and foil are both {self.label!r}; give two different classes")
 
     @classmethod
     def logit_diff(cls, answer: str, foil: str) -> Target:
-        """logit(answer) - logit(foil) at the last position, in logits."""
-        if answer == foil:
-            raise TargetError(f"answer and foil are both {answer!r}; give two different texts")
+        """logit(answer) - logit(foil), in logits."""
         return cls("logit_diff", answer, foil)
 
     @classmethod
@@ -93,8 +110,48 @@ class Target:
         return cls("logit", answer)
 
     @classmethod
+    def prob(cls, answer: str | None = None) -> Target:
+        """Probability of the answer's first token. Secondary only: it saturates near 0 and 1."""
+        return cls("prob", answer)
+
+    @classmethod
+    def class_logit(cls, label: int | str | None = None, foil: int | str | None = None) -> Target:
+        """Logit of a class (minus that of a foil class) of a classifier; its own top-1 when no label is given."""
+        return cls("class_logit", label=label, foil_label=foil)
+
+    @classmethod
+    def masked_token_logit(cls, answer: str | None = None, foil: str | None = None) -> Target:
+        """Logit of a token (minus that of a foil) at the prompt's single mask token."""
+        return cls("masked_token_logit", answer, foil)
+
+    @classmethod
+    def cosine(cls, text: str, pooling: Literal["mean", "first"] = "mean") -> Target:
+        """Cosine between the prompt's sentence embedding and that of `text`, which stays as the unedited model has it.
+
+        `pooling="mean"` averages the token vectors without padding, `"first"` takes the first token's.
+        """
+        return cls("cosine", text, pooling=pooling)
+
+    @classmethod
+    def continuation_logprob(cls, continuation: str | None = None) -> Target:
+        """Sum of the log-probabilities of a given continuation, in nats; the prompt's own when None."""
+        return cls("continuation_logprob", continuation)
+
+    @classmethod
     def from_prompt(cls, prompt: Prompt) -> Target:
-        """`logit_diff` where target and foil are given, else `logprob` of the target or of the model's own top-1."""
+        """What the prompt itself asks for.
+
+        `logit_diff` where it has target and foil, `continuation_logprob` where it has only a continuation, else
+        `logprob` of its target, or of the model's own top-1.
+        """
         if prompt.target is not None and prompt.foil is not None:
             return cls.logit_diff(prompt.target, prompt.foil)
+        if prompt.target is None and prompt.continuation is not None:
+            return cls.continuation_logprob(prompt.continuation)
         return cls.logprob(prompt.target)
+
+    def swapped(self) -> Target:
+        """The same target with answer and foil exchanged: every signed number changes its sign."""
+        if self.foil is None and self.foil_label is None:
+            raise TargetError(f"a {self.kind} target without a foil cannot be swapped; give a foil")
+        return replace(self, answer=self.foil, foil=self.answer, label=self.foil_label, foil_label=self.label)
