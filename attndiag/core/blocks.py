@@ -110,6 +110,7 @@ class PatternBlock:
     keys : slice or index tensor of the keys; every other key has weight 0.
     weights : [head, key, query], mass.
     sink_mass : [head, query], mass; None without sinks.
+    entropy : [head, query], nats, of the row without its sink; nan in dead rows; None unless asked for.
     dead : [head, query] bool, rows without any allowed key (all-zero weights).
     """
 
@@ -118,6 +119,7 @@ class PatternBlock:
     keys: KeySelection
     weights: Tensor
     sink_mass: Tensor | None
+    entropy: Tensor | None
     dead: Tensor
 
     @property
@@ -193,24 +195,37 @@ def raw_scores(
     return scores
 
 
-def softmax_over_keys(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Softmax along the key axis of [head, key, query], **in place**.
+def softmax_over_keys(
+    scores: Tensor, sinks: Tensor | None, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Softmax along the key axis of [head, key, query], **overwriting** the scores.
 
-    `sinks` [head, query] take part in the normalisation only. Returns weights, dead rows [head, query], sink mass.
+    `sinks` [head, query] take part in the normalisation only. Returns weights, dead rows [head, query], sink mass, and,
+    where `out` gives room for a second array, the entropy of each row without its sink, ln Z - sum_j p_j ln w_j with
+    w_j the unnormalised weights and Z their sum (cheaper than a logarithm for each weight).
     """
     top = scores.amax(dim=1)
     dead = top <= DEAD_ROW
-    if sinks is not None:
-        top = torch.maximum(top, sinks)
-    weights = scores.sub_(top[:, None]).exp_()
+    scores.sub_(top[:, None])
+    weights = scores.exp_() if out is None else torch.exp(scores, out=out)
     total = weights.sum(dim=1)
-    sink_mass = None
-    if sinks is not None:
-        drain = torch.exp(sinks - top)
-        total = torch.where(dead, 0, total) + drain
-        sink_mass = torch.where(total > 0, drain / total, 0)  # a sink of -inf in a dead row takes nothing either
-    weights.mul_(torch.where(dead, 0, 1 / total)[:, None])
-    return weights, dead, sink_mass
+    entropy = None
+    if out is not None:
+        mean = scores.mul_(weights).sum(dim=1) / total
+        entropy = torch.where(dead, torch.nan, total.log() - mean)
+    factor, sink_mass = normalisation(top, total, dead, sinks)
+    weights.mul_(factor[:, None])
+    return weights, dead, sink_mass, entropy
+
+
+def normalisation(top: Tensor, total: Tensor, dead: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What the unnormalised weights of a row are multiplied by, and the mass that its sink takes."""
+    if sinks is None:
+        return torch.where(dead, 0.0, 1 / total), None
+    # the sink is compared with the keys, not the keys with the sink: a large sink would push every weight to zero
+    # before its row could be described; exp() may overflow here, which gives the right factor, 0
+    factor = torch.where(dead, 0.0, 1 / (total + torch.exp(sinks - top)))
+    return factor, torch.sigmoid(sinks - top - total.log())
 
 
 def sinks_of(problem: AttentionProblem, batch: int, queries: KeySelection) -> Tensor | None:
@@ -225,13 +240,21 @@ def pattern_block(
     keys: KeySelection,
     *,
     dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> PatternBlock:
-    """Scores and softmax of one block; see `raw_scores` for `dtype` and `out`. `keys` must not be empty."""
-    scores = raw_scores(problem, batch, queries, keys, dtype=dtype, out=out)
+    """Scores and softmax of one block; `keys` must not be empty.
+
+    `workspace` is flat memory for the scores, or [2, size] for scores and weights apart, which gives entropies too.
+    """
+    first = workspace if workspace is None or workspace.ndim == 1 else workspace[0]
+    scores = raw_scores(problem, batch, queries, keys, dtype=dtype, out=first)
+    room = None
+    if workspace is not None and workspace.ndim == 2:
+        room = workspace[1, : scores.numel()].view(scores.shape)
     sinks = sinks_of(problem, batch, queries)
-    weights, dead, sink_mass = softmax_over_keys(scores, None if sinks is None else sinks.to(scores.dtype))
-    return PatternBlock(batch, queries, keys, weights, sink_mass, dead)
+    sinks = None if sinks is None else sinks.to(scores.dtype)
+    weights, dead, sink_mass, entropy = softmax_over_keys(scores, sinks, out=room)
+    return PatternBlock(batch, queries, keys, weights, sink_mass, entropy, dead)
 
 
 def positions(selection: KeySelection, size: int, device: torch.device) -> Tensor:

@@ -24,7 +24,7 @@ CompileChoice = bool | Literal["auto"]
 # `MIN_QUERIES` needs. GPU: not measured; large enough that a launch costs little beside its work.
 CPU_BLOCK_BYTES = 3 * 2**19
 GPU_BLOCK_BYTES = 2**28
-MIN_QUERIES, MAX_QUERIES = 16, 128
+MIN_QUERIES, MAX_QUERIES = 32, 128
 GPU_MIN_QUERIES, GPU_MAX_QUERIES = 64, 2048
 
 

@@ -17,6 +17,7 @@ from attndiag.core.blocks import (
     DEAD_ROW,
     AttentionProblem,
     PatternBlock,
+    normalisation,
     pattern_block,
     raw_scores,
     sinks_of,
@@ -24,7 +25,7 @@ from attndiag.core.blocks import (
 )
 from attndiag.core.dispatch import KernelPlan, compiled_or_eager
 from attndiag.core.gram import contribution_direct, contribution_from_factors, key_factors, value_norms
-from attndiag.core.refine import ExactFactors, refine_cancelled
+from attndiag.core.refine import CancellationGuard
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,15 +46,15 @@ class BlockResult:
     bound: Tensor | None
 
 
-@dataclass(eq=False)
 class BlockWalk:
-    """The blocks of one problem; counts the pairs that were repeated in float64."""
+    """The blocks of one problem; `guard.pairs` counts the pairs that were repeated in float64."""
 
-    problem: AttentionProblem
-    plan: KernelPlan
-    with_norms: bool
-    refined_pairs: int = 0
-    norms: Tensor | None = None
+    def __init__(
+        self, problem: AttentionProblem, plan: KernelPlan, *, with_norms: bool, with_entropy: bool = False
+    ) -> None:
+        self.problem, self.plan, self.with_norms, self.with_entropy = problem, plan, with_norms, with_entropy
+        self.guard = CancellationGuard(problem)
+        self.norms: Tensor | None = None
 
     def of(self, batch: int, *, with_value_norms: bool = False) -> Iterator[BlockResult]:
         """Walk one sequence. `with_value_norms` sets `norms` to ‖f_j^h‖, [head, key_pos], beforehand."""
@@ -65,8 +66,7 @@ class BlockWalk:
         elif self.with_norms or with_value_norms:
             norms = value_norms(problem, batch)
         self.norms = norms
-        exact = ExactFactors(problem)
-        workspace = torch.empty(self._workspace_size(), dtype=problem.q.dtype, device=problem.q.device)
+        workspace = self._workspace()
         for start, stop in problem.query_blocks(plan.block):
             keys = visible_keys(problem, batch, start, stop)
             if isinstance(keys, slice) and keys.stop == keys.start:
@@ -77,13 +77,13 @@ class BlockWalk:
             if plan.compiled and factors is not None:
                 block, norm, bound = self._compiled_block(batch, queries, keys, factors[keys])
             else:
-                block = pattern_block(problem, batch, queries, keys, out=workspace)
+                block = pattern_block(problem, batch, queries, keys, workspace=workspace)
                 if factors is not None:
                     norm, bound = contribution_from_factors(block, factors[keys])
                 elif self.with_norms and norms is not None:
                     norm, bound = contribution_direct(problem, block, norms)
             if norm is not None and bound is not None:
-                self.refined_pairs += refine_cancelled(problem, block, norm, bound, exact.of)
+                self.guard.repair(block, norm, bound)
             yield BlockResult(start, stop, block, norm, bound)
 
     def _compiled_block(
@@ -93,13 +93,14 @@ class BlockWalk:
         # clones start at offset 0 with plain strides: a view of either kind would make another graph
         sinks = sinks_of(self.problem, batch, queries)
         sinks = None if sinks is None else sinks.clone(memory_format=torch.contiguous_format)
-        weights, dead, sink_mass, norm, bound = _compiled_body(scores, sinks, factors.clone())
-        block = PatternBlock(batch, queries, keys, weights, None if sinks is None else sink_mass, dead)
-        return block, norm, bound
+        weights, dead, sink_mass, entropy, norm, bound = _compiled_body(scores, sinks, factors.clone())
+        return PatternBlock(batch, queries, keys, weights, sink_mass, entropy, dead), norm, bound
 
-    def _workspace_size(self) -> int:
+    def _workspace(self) -> Tensor:
         queries = min(self.plan.block, self.problem.n_queries)
-        return self.problem.n_heads * self.problem.widest_block(queries) * queries
+        size = self.problem.n_heads * self.problem.widest_block(queries) * queries
+        shape = (2, size) if self.with_entropy else (size,)
+        return torch.empty(shape, dtype=self.problem.q.dtype, device=self.problem.q.device)
 
     def _empty(self, batch: int, start: int, stop: int) -> BlockResult:
         """A block of queries without any key: a sink, where there is one, takes everything."""
@@ -108,31 +109,31 @@ class BlockWalk:
         dead = torch.ones(problem.n_heads, stop - start, dtype=torch.bool, device=weights.device)
         sinks = sinks_of(problem, batch, queries)
         mass = None if sinks is None else (sinks > -torch.inf).to(weights.dtype)
+        entropy = torch.full_like(dead, torch.nan, dtype=weights.dtype)
+        block = PatternBlock(batch, queries, slice(0, 0), weights, mass, entropy, dead)
         empty = weights[0] if self.with_norms else None
-        return BlockResult(start, stop, PatternBlock(batch, queries, slice(0, 0), weights, mass, dead), empty, empty)
+        return BlockResult(start, stop, block, empty, empty)
 
 
-def block_body(scores: Tensor, sinks: Tensor | None, factors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def block_body(
+    scores: Tensor, sinks: Tensor | None, factors: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
     """Softmax over the keys of [head, key, query] and both norms, as one function of tensors (for torch.compile).
 
-    Returns weights, dead rows, sink mass (zeros without sinks), ‖T_ij‖ and sum_h A‖f‖ (both [key, query]).
+    Returns weights, dead rows, sink mass, entropy, ‖T_ij‖ and sum_h A‖f‖ (both [key, query]).
     """
     heads = scores.shape[0]
     top = scores.amax(dim=1)
     dead = top <= DEAD_ROW
-    if sinks is not None:
-        top = torch.maximum(top, sinks)
-    weights = torch.exp(scores - top[:, None])
+    shifted = scores - top[:, None]
+    weights = torch.exp(shifted)
     total = weights.sum(dim=1)
-    sink_mass = torch.zeros_like(total)
-    if sinks is not None:
-        drain = torch.exp(sinks - top)
-        total = torch.where(dead, 0.0, total) + drain
-        sink_mass = torch.where(total > 0, drain / total, 0.0)
-    weights = weights * torch.where(dead, 0.0, 1 / total)[:, None]
+    entropy = torch.where(dead, torch.nan, total.log() - (shifted * weights).sum(dim=1) / total)
+    factor, sink_mass = normalisation(top, total, dead, sinks)
+    weights = weights * factor[:, None]
     product = torch.bmm(factors, weights.permute(1, 0, 2))
     norm = product[:, :heads].square().sum(dim=1).sqrt()
-    return weights, dead, sink_mass, norm, product[:, heads].contiguous()
+    return weights, dead, sink_mass, entropy, norm, product[:, heads].contiguous()
 
 
 _compiled_body = compiled_or_eager(block_body)

@@ -217,12 +217,6 @@ def check_outputs(outputs: Iterable[str], *, residual: Tensor | None, directions
     return wanted
 
 
-def block_entropy(block: PatternBlock) -> Tensor:
-    """Entropy of the rows of a block normalised to mass 1, [head, query], nats; nan where there is no mass."""
-    mass = block.weights.sum(dim=1)
-    return torch.special.entr(block.weights).sum(dim=1) / mass + mass.log()
-
-
 def block_projection(problem: AttentionProblem, block: PatternBlock, directions: Tensor) -> Tensor:
     """sum_h A_ij^h <f_j^h, u_i> of a block, [key, query], for `directions` [query, d_model] of its queries.
 
@@ -278,7 +272,8 @@ class _Pass:
 
     def run(self) -> FusedResult:
         """Every sequence, every block."""
-        walk = BlockWalk(self.problem, self.plan, bool(self.wanted & NEED_PAIR_NORMS))
+        with_norms = bool(self.wanted & NEED_PAIR_NORMS)
+        walk = BlockWalk(self.problem, self.plan, with_norms=with_norms, with_entropy="entropy" in self.wanted)
         for batch in range(self.problem.batch):
             for result in walk.of(batch, with_value_norms=bool(self.wanted & NEED_VALUE_NORMS)):
                 self._weights(batch, result, walk.norms)
@@ -292,7 +287,7 @@ class _Pass:
             "head_total": self.head_key_total.sum(dim=-1),
         }
         totals = {name: total.to(self.problem.q.dtype) for name, total in totals.items() if name in self.wanted}
-        return FusedResult(self.plan.formulation, self.plan.compiled, walk.refined_pairs, **self.out, **totals)
+        return FusedResult(self.plan.formulation, self.plan.compiled, walk.guard.pairs, **self.out, **totals)
 
     def _allocate(self, name: str) -> Tensor:
         p = self.problem
@@ -312,14 +307,20 @@ class _Pass:
         problem, block, rows = self.problem, result.block, slice(result.start, result.stop)
         scale = None if problem.row_scale is None else problem.row_scale[batch, rows].abs()
         if norms is not None and "head_contribution" in self.out:
-            sizes = block.weights * norms[:, block.keys, None]
-            sizes = sizes if scale is None else sizes.mul_(scale)
-            self.out["head_contribution"][batch][:, rows, block.keys] = sizes.mT
+            into = self.out["head_contribution"][batch][:, rows]
+            if isinstance(block.keys, slice):
+                # straight into place: a product that turns as it writes costs a third of product and copy
+                into = into[:, :, block.keys]
+                torch.mul(block.weights.mT, norms[:, None, block.keys], out=into)
+            else:
+                into[:, :, block.keys] = block.weights.mT * norms[:, None, block.keys]
+            if scale is not None:
+                into.mul_(scale[:, None])
         if norms is not None and self.wanted & {"head_total", "head_key_total"}:
             read = block.weights.sum(dim=2) if scale is None else block.weights @ scale
             self.head_key_total[batch][:, block.keys] += read * norms[:, block.keys]
-        if "entropy" in self.out:
-            self.out["entropy"][batch][:, rows] = block_entropy(block)
+        if "entropy" in self.out and block.entropy is not None:
+            self.out["entropy"][batch][:, rows] = block.entropy
         if "sink_mass" in self.out and block.sink_mass is not None:
             self.out["sink_mass"][batch][:, rows] = block.sink_mass
 

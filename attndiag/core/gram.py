@@ -29,14 +29,19 @@ NORM_CHUNK = 512
 
 
 def value_norms(problem: AttentionProblem, batch: int) -> Tensor:
-    """‖f_j^h‖, [head, key_pos], from v^T (W_O W_O^T) v: d_value² work a key and head, in float64."""
-    w_o = problem.w_o.double()
-    inner = w_o @ w_o.mT
-    squares = []
-    for some_v in problem.v[batch].split(NORM_CHUNK, dim=1):
-        v = expand_heads(some_v.double(), problem.group)
-        squares.append(torch.bmm(v, inner).mul_(v).sum(dim=-1))
-    return torch.cat(squares, dim=1).clamp_min_(0.0).sqrt_().to(problem.q.dtype)
+    """‖f_j^h‖, [head, key_pos], without f: ‖v R_h‖ with R_h R_h^T = W_O^h W_O^h^T, factored in float64.
+
+    Few keys build f instead, which is cheaper then.
+    """
+    v, w_o = problem.v[batch], problem.w_o
+    few = v.shape[1] <= 2 * v.shape[2]
+    if not few:
+        w_o = w_o.double()
+        gram = w_o @ w_o.mT
+        norms = gram.diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt()
+        w_o = (_factor(gram, norms) * norms[:, :, None]).to(v.dtype)
+    chunks = v.split(NORM_CHUNK, dim=1)
+    return torch.cat([torch.bmm(expand_heads(some, problem.group), w_o).norm(dim=-1) for some in chunks], dim=1)
 
 
 def key_factors(problem: AttentionProblem, batch: int, *, dtype: torch.dtype | None = None) -> Tensor:
