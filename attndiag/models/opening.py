@@ -7,6 +7,7 @@ replaced on the way: no other class, no other dtype, no freshly initialised weig
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,7 +241,16 @@ class _Explained:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         import safetensors
 
-        expected = (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, AttributeError)
+        expected = (
+            OSError,
+            ValueError,
+            RuntimeError,
+            ImportError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            struct.error,
+        )
         if isinstance(error, (*expected, safetensors.SafetensorError)):
             raise ModelLoadError(explain(error, self.checkpoint)) from error
 
