@@ -8,7 +8,7 @@ from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 import attndiag
-from attndiag.hooks import capture_context
+from attndiag.hooks import recorder
 
 IDS = torch.arange(2, 12)[None]
 
@@ -58,7 +58,7 @@ def test_an_error_while_attaching_restores_too(tiny_llama, monkeypatch):
             raise RuntimeError("planted")
         return isinstance(module, nn.Linear)
 
-    monkeypatch.setattr(capture_context, "is_linear_like", fail)
+    monkeypatch.setattr(recorder, "is_linear_like", fail)
     with pytest.raises(RuntimeError, match="planted"), attndiag.capture(tiny_llama):
         tiny_llama(IDS)
     assert state(tiny_llama) == before

@@ -118,12 +118,12 @@ def contributions(
     form = _FORMS[kind]
     if form.residual and call.kind == "cross":
         raise NotApplicableError(
-            f"{kind} puts the residual on the diagonal, and in cross-attention ({call.module_name}) no key is the query "
-            "itself; use `contribution`"
+            f"{kind} puts the residual on the diagonal, and in cross-attention ({call.module_name}) no key is the "
+            "query itself; use `contribution`"
         )
     work = dtype or (torch.float64 if call.z.dtype == torch.float64 else torch.float32)
     with torch.no_grad():
-        values, checks = _compute(call, kind, form, work, norm, direction, query)
+        values, checks = _compute(call, kind, work, norm, direction, query)
     certificate = call.certificate
     failures = list(certificate.failures)
     tolerance = TOLERANCE[call.z.dtype]
@@ -160,7 +160,6 @@ def contributions(
 def _compute(
     call: AttentionCall,
     kind: Kind,
-    form: _Form,
     work: torch.dtype,
     norm: Norm,
     direction: Tensor | None,
@@ -232,7 +231,7 @@ def folded_output(call: AttentionCall, w_o: Tensor, b_o: Tensor, *, norm: Norm |
         if site.place != "post" and norm == "own":
             raise NotApplicableError(
                 f"{call.module_name} is a {site.place}-norm block: no norm follows the sum with the residual. "
-                'Ask for norm="next" to use the norm that reads the stream after attention, or use contribution_residual'
+                'Ask for norm="next" to take the norm that reads the stream, or use contribution_residual'
             )
         if site.reader is None:
             raise NotApplicableError(

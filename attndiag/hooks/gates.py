@@ -68,7 +68,7 @@ def find_output_gate(
 
 
 def _input_under(module: nn.Module, projection: nn.Module, z: Tensor, arguments: dict[str, Any]) -> Tensor | None:
-    """Input of the projection when the head outputs are `z`; None unless the module makes exactly one attention call."""
+    """Input of the projection under head outputs `z`; None unless the module makes exactly one attention call."""
     seen: list[Tensor] = []
     handle = projection.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
     listener = _ReplaceZ(module, z.detach())

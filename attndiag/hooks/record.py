@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attndiag.core.attention import attention_scores, forbidden_entries, softmax_rows
 from attndiag.errors import UnsupportedModelError
@@ -251,22 +251,3 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         return tensor
     tensor = tensor.detach()
     return tensor.to(dtype).masked_fill(forbidden_entries(tensor), -torch.inf)
-
-
-def module_parts(name: str) -> list[str]:
-    """`"model.layers.3.self_attn"` -> `["model", "layers", "3", "self_attn"]`."""
-    return name.split(".") if name else []
-
-
-def layer_of(name: str, module: nn.Module, model: nn.Module) -> int | None:
-    """Index of the outermost numbered block that holds the module; its own `layer_idx` where nothing is numbered."""
-    parent: nn.Module = model
-    for part in module_parts(name):
-        if isinstance(parent, nn.ModuleList | nn.Sequential) and part.isdigit():
-            return int(part)
-        child = parent._modules.get(part)
-        if child is None:
-            break
-        parent = child
-    index = getattr(module, "layer_idx", None)
-    return index if isinstance(index, int) else None

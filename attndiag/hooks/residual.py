@@ -136,7 +136,7 @@ def _place(
 ) -> Place:
     if branch_norm is not None:
         return "sandwich"
-    # a norm that reads x before attention makes the block pre-norm; without one, the norm after the sum is the post norm
+    # a norm that reads x before attention makes the block pre-norm; without one, the norm that reads the sum is post
     read_before = any(_same(norm.input, stream) for norm in before)
     return "pre" if read_before or reader is None else "post"
 
@@ -204,6 +204,6 @@ def linearise_norm(norm: SeenModule) -> LinearisedNorm:
                 return linear
             smallest = min(smallest, error)
     raise UnsupportedModelError(
-        f"{norm.name} ({type(norm.module).__name__}) is neither LayerNorm nor RMSNorm: the nearest is off by {smallest:.1e}. "
-        "`contribution` and `contribution_residual` do not need it"
+        f"{norm.name} ({type(norm.module).__name__}) is neither LayerNorm nor RMSNorm: the nearest is off by "
+        f"{smallest:.1e}. `contribution` and `contribution_residual` do not need it"
     )

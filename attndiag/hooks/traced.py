@@ -1,8 +1,8 @@
 """Route C: watch the softmax of models that compute their attention themselves.
 
 A softmax output is followed through dropout, casts and reshapes to the matrix product that consumes it; that product
-is A v = z. Calls of `scaled_dot_product_attention` are read from their arguments. Only runs inside modules that do
-not fetch their attention function from transformers (Falcon, BLOOM, MPT, GPT-Neo, DeBERTa, XLNet, XLM, ...).
+is A v = z. Calls of `scaled_dot_product_attention` are read from their arguments. Only runs inside modules that do not
+fetch their attention function from transformers (Falcon, BLOOM, MPT, GPT-Neo, DeBERTa, XLNet, XLM, ...).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class TracedSoftmax:
     """One attention call in canonical shapes.
 
     pattern [batch, head, query_pos, key_pos] (None for fused calls, where q, k, scale and mask are known instead),
-    v [batch, kv_head, key_pos, d_value], z [batch, query_pos, head, d_value]. Where the output projection is part of the
-    same function (`multi_head_attention_forward`), its weight and its output come along.
+    v [batch, kv_head, key_pos, d_value], z [batch, query_pos, head, d_value]. Where the output projection is part of
+    the same function (`multi_head_attention_forward`), its weight and its output come along.
     """
 
     v: Tensor
@@ -155,10 +155,8 @@ def _from_multi_head(args: tuple, kwargs: dict, output: tuple[Tensor, Tensor | N
     if value.ndim != 3 or given["bias_k"] is not None or given["add_zero_attn"]:
         return None
     width = given["embed_dim_to_check"]
-    if given.get("use_separate_proj_weight"):
-        weight = given["v_proj_weight"]
-    else:
-        weight = given["in_proj_weight"][2 * width :]
+    separate = given.get("use_separate_proj_weight")
+    weight = given["v_proj_weight"] if separate else given["in_proj_weight"][2 * width :]
     bias = given["in_proj_bias"]
     with torch.no_grad():
         v = F.linear(value, weight, None if bias is None else bias[2 * width :])

@@ -23,6 +23,11 @@ COMMON = {
 }  # fmt: skip
 GQA = COMMON | {"num_key_value_heads": 2, "head_dim": 8}
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+GPT_NEO = {
+    "vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 5,
+    "attention_types": [[["global", "local"], 1]],
+}  # fmt: skip
+XLM = {"n_words": 64, "vocab_size": 64, "emb_dim": 32, "n_layers": 2, "n_heads": 4}
 BLOOM = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 T5 = {
     "vocab_size": 64,
@@ -54,11 +59,11 @@ FORMS = [
     ("bart", BART, AutoModelForSeq2SeqLM, "routed", "post"),
     ("bloom", BLOOM, AutoModelForCausalLM, "traced", "pre"),
     ("falcon", COMMON, AutoModelForCausalLM, "traced", "parallel"),
-    ("gpt_neo", {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 5}, AutoModelForCausalLM, "traced", "pre"),
+    ("gpt_neo", GPT_NEO, AutoModelForCausalLM, "traced", "pre"),
     ("mpt", {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4}, AutoModelForCausalLM, "traced", "pre"),
     ("deberta-v2", COMMON, AutoModel, "traced", "post"),
-    ("openai-gpt", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}, AutoModelForCausalLM, "traced", "post"),
-    ("xlm", {"n_words": 64, "vocab_size": 64, "emb_dim": 32, "n_layers": 2, "n_heads": 4}, AutoModel, "traced", "unknown"),
+    ("openai-gpt", GPT2, AutoModelForCausalLM, "traced", "post"),
+    ("xlm", XLM, AutoModel, "traced", "unknown"),
 ]  # fmt: skip
 IDS = [form[0] for form in FORMS]
 
@@ -120,7 +125,7 @@ def test_forms_are_certified_and_outputs_bit_equal(family, settings, factory, ro
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_pattern_equals_the_weights_of_the_eager_model(family, settings, factory, implementation):
     if family in ("gemma2", "gpt_oss") and implementation == "sdpa":
-        with pytest.raises(ValueError, match="sdpa|scaled_dot_product"):
+        with pytest.raises(ValueError, match=r"sdpa|scaled_dot_product"):
             model = build(family, settings, factory, implementation)
             model(**inputs_of(model))
         return
@@ -238,9 +243,9 @@ def test_on_call_streams_and_keeps_nothing(tiny_llama):
 
 def test_nothing_captured_is_an_error_that_names_the_layers():
     model = build("mamba", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}, AutoModel)
-    with pytest.raises(NothingCapturedError, match=r"MambaMixer \(it mixes tokens without a softmax\).*replacement"):
-        with torch.no_grad(), attndiag.capture(model):
-            model(torch.arange(2, 12)[None])
+    message = r"MambaMixer \(it mixes tokens without a softmax\).*replacement"
+    with pytest.raises(NothingCapturedError, match=message), torch.no_grad(), attndiag.capture(model):
+        model(torch.arange(2, 12)[None])
 
 
 def test_an_empty_block_is_an_error(tiny_gpt2):

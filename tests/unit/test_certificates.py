@@ -64,7 +64,7 @@ def test_a_wrong_term_is_caught(name):
     for call in touched:
         assert not call.certificate.formula_passed, f"{name} on {call.module_name} went unnoticed"
         assert not call.sampled_certificate.passed
-        with pytest.raises(UnverifiedCaptureError, match="recorded formula|A v - z"):
+        with pytest.raises(UnverifiedCaptureError, match=r"recorded formula|A v - z"):
             call.certificate.check()
 
 
@@ -118,8 +118,11 @@ def test_certify_while_capturing_raises_on_the_spot(tiny_llama):
 
     handle = tiny_llama.model.layers[1].self_attn.o_proj.register_forward_hook(spoil)
     try:
-        with pytest.raises(UnverifiedCaptureError, match=r"layers\.1\.self_attn"), torch.no_grad():
-            with attndiag.capture(tiny_llama, certify=True):
-                tiny_llama(torch.arange(2, 20)[None])
+        with (
+            pytest.raises(UnverifiedCaptureError, match=r"layers\.1\.self_attn"),
+            torch.no_grad(),
+            attndiag.capture(tiny_llama, certify=True),
+        ):
+            tiny_llama(torch.arange(2, 20)[None])
     finally:
         handle.remove()

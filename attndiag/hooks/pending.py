@@ -1,0 +1,60 @@
+"""A call between the moment it was made and the moment its output projection and its block are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from attndiag.hooks.record import AttentionCall
+from attndiag.hooks.residual import BlockTrace
+from attndiag.models.projections import OutputProjection
+
+
+@dataclass(eq=False)
+class PendingCall:
+    """A call whose output projection and block are not known yet."""
+
+    call: AttentionCall
+    trace: BlockTrace | None
+    order: int
+    projection: tuple[str, nn.Module] | None = None
+    attn_out: Tensor | None = None
+    gate_candidate: tuple[str, nn.Module, Tensor, Tensor] | None = None
+
+    def is_output(self, tensor: Tensor) -> bool:
+        """True when `tensor` is the flattened z of this call."""
+        z = self.call.z
+        if tensor.numel() != z.numel() or tensor.shape[-1] != z.shape[2] * z.shape[3] or tensor.dtype != z.dtype:
+            return False
+        return tensor.data_ptr() == z.data_ptr() or torch.equal(tensor.reshape(-1), z.reshape(-1))
+
+    def finished(self, find_gate: Callable[[PendingCall], tuple[Tensor | None, str]]) -> AttentionCall:
+        """The record with its output projection, or with the reason why it has none."""
+        call, found, attn_out, gate = self.call, self.projection, self.attn_out, None
+        trace = None if self.trace is None else replace(self.trace, attention_order=self.order)
+        reason = "no linear map takes the head outputs as its input"
+        if found is None and self.gate_candidate is not None and call.route == "routed":
+            gate, reason = find_gate(self)
+            if gate is not None:
+                found, attn_out = self.gate_candidate[:2], self.gate_candidate[3]
+        if found is None or attn_out is None:
+            return replace(call, output_reason=reason, trace=trace)
+        output = OutputProjection(*found, n_heads=call.n_heads, d_value=call.z.shape[3])
+        attn_out = attn_out.reshape(call.z.shape[0], call.n_queries, attn_out.shape[-1])
+        return replace(call, output=output, output_gate=gate, attn_out=attn_out, trace=trace)
+
+
+def split_chunks(parts: list[PendingCall], name: str, module: nn.Module, inputs: Tensor, output: Tensor) -> None:
+    """One projection after several calls (an image in chunks): give each call its slice, if they concatenate."""
+    sizes = [part.call.z.shape[0] * part.call.n_queries for part in parts]
+    width = parts[0].call.z.shape[2] * parts[0].call.z.shape[3]
+    if inputs.shape[-1] != width or inputs.numel() != sum(sizes) * width:
+        return
+    joined = torch.cat([part.call.z.reshape(-1, width) for part in parts])
+    if not torch.equal(joined, inputs.reshape(-1, width)):
+        return
+    for part, piece in zip(parts, output.reshape(sum(sizes), -1).split(sizes), strict=True):
+        part.projection, part.attn_out = (name, module), piece

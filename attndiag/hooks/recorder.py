@@ -1,0 +1,421 @@
+"""The recorder: events of a running model become `AttentionCall` records.
+
+It hooks blocks (where a call belongs and when it is finished), norms and other children (where the output enters the
+residual stream), linear maps (which one is W_O), and listens to routed and traced attention calls.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attndiag.errors import NothingCapturedError, UnsupportedModelError
+from attndiag.hooks.gates import find_output_gate
+from attndiag.hooks.pending import PendingCall, split_chunks
+from attndiag.hooks.record import AttentionCall
+from attndiag.hooks.residual import BlockTrace, SeenModule
+from attndiag.hooks.routed import RoutedArguments, kernel_terms
+from attndiag.hooks.structure import (
+    block_names,
+    bound_arguments,
+    first_tensor,
+    is_norm,
+    layer_of,
+    looks_like_attention,
+    looks_like_mixer,
+    module_parts,
+    modules_to_trace,
+)
+from attndiag.hooks.traced import TracedSoftmax, watching_softmax
+from attndiag.models.projections import is_linear_like
+
+_OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "kv")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A layer that mixes tokens but has no softmax weights that could be captured."""
+
+    module_name: str
+    module_class: str
+    reason: str
+
+
+@dataclass
+class Captured:
+    """What a capture collected: filled while the context runs, complete once it is left."""
+
+    calls: list[AttentionCall] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    n_calls: int = 0
+
+    def layer(self, index: int) -> list[AttentionCall]:
+        """The calls of one layer, in order."""
+        return [call for call in self.calls if call.layer == index]
+
+
+class Recorder:
+    """Turns events of a running model into `AttentionCall` records."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Collection[int] | None,
+        on_call: Callable[[AttentionCall], None] | None,
+        certify: bool,
+    ) -> None:
+        self.captured = Captured()
+        self._model = model
+        self._layers = None if layers is None else {int(layer) for layer in layers}
+        self._on_call = on_call
+        self._certify = certify
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self.modules = self._names
+        self._handles: list[Any] = []
+        self._call_counts: dict[str, int] = defaultdict(int)
+        self._layers_seen: set[int] = set()
+        self._blocks: list[BlockTrace] = []
+        self._pending: list[PendingCall] = []
+        self._arguments: dict[int, dict[str, Any]] = {}
+        self._ran_without_call: dict[str, nn.Module] = {}
+        self._token_masks: dict[str, Tensor] = {}
+        self._tracers: list[Any] = []
+        self._replaying = False
+
+    # -------------------------------------------------------------- attaching
+    def attach(self) -> None:
+        """Hook blocks, norms, linear maps and attention-like modules. Undone by `remove_hooks`."""
+        if self._model.training:
+            active = [n for n, m in self._model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0 and m.training]
+            if active:
+                raise UnsupportedModelError(
+                    f"the model is in train mode with active dropout ({active[0]} and {len(active) - 1} more), so "
+                    "identical inputs give different weights. Call model.eval() first"
+                )
+        blocks = block_names(self._model)
+        traced = modules_to_trace(self._model)
+        self._hook_pre(self._model, self._before_model)
+        for name, module in self._model.named_modules():
+            if name in blocks:
+                self._hook_pre(module, self._before_block)
+            if looks_like_attention(module) or looks_like_mixer(module):
+                self._hook_pre(module, self._before_attention)
+            if name in traced:
+                self._hook_pre(module, self._start_tracing)
+                self._handles.append(module.register_forward_hook(self._stop_tracing, always_call=True))
+            if is_linear_like(module):
+                self._hook_post(module, self._after_linear)
+            elif is_norm(module):
+                self._hook_post(module, self._after_norm)
+            if name in blocks:
+                for child in module.children():
+                    self._hook_post(child, self._after_child)
+                self._handles.append(module.register_forward_hook(self._after_block, always_call=True))
+
+    def _hook_pre(self, module: nn.Module, hook: Callable) -> None:
+        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _hook_post(self, module: nn.Module, hook: Callable) -> None:
+        self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+
+    def remove_hooks(self) -> None:
+        """Remove every hook and stop every tracer that is still on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        while self._tracers:
+            self._tracers.pop().close()
+        self._blocks.clear()
+        self._pending.clear()
+        self._arguments.clear()
+
+    # ------------------------------------------------------------- the model's own events
+    def _before_model(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._token_masks = {}
+        given = bound_arguments(module, args, kwargs)
+        for name in ("attention_mask", "decoder_attention_mask"):
+            mask = given.get(name)
+            if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.bool().all()):
+                self._token_masks[name] = mask.bool()
+
+    def _before_block(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._replaying:
+            return
+        hidden = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point()), None)
+        if hidden is None:
+            hidden = torch.empty(0)
+        self._blocks.append(BlockTrace(self._names.get(id(module), ""), hidden))
+
+    def _after_block(self, module: nn.Module, _args: tuple, output: Any) -> None:
+        name = self._names.get(id(module), "")
+        # an exception inside can leave inner blocks open
+        while self._blocks and self._blocks[-1].name != name:
+            self._blocks.pop()
+        if not self._blocks:
+            return
+        trace = self._blocks.pop()
+        trace.output = first_tensor(output)
+        if output is None:  # the block raised: its calls are incomplete
+            self._pending = [p for p in self._pending if p.trace is not trace]
+        else:
+            self._emit(trace)
+
+    def _after_child(self, module: nn.Module, _args: tuple, _kwargs: dict, output: Any) -> None:
+        tensor = first_tensor(output)
+        if self._replaying or not self._blocks or tensor is None:
+            return
+        name, trace = self._names[id(module)], self._blocks[-1]
+        mine = [p for p in self._pending if p.trace is trace]
+        if mine and not any(p.call.module_name == name or p.call.module_name.startswith(f"{name}.") for p in mine):
+            # copied: some families add attention's output to the MLP's in place
+            tensor = tensor.detach().clone()
+            trace.children.append(SeenModule(name, module, tensor, tensor, trace.next_order()))
+
+    def _after_norm(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        if self._blocks and isinstance(output, Tensor) and not self._replaying:
+            trace, hidden = self._blocks[-1], first_tensor(args or tuple(kwargs.values()))
+            if hidden is not None:
+                trace.norms.append(SeenModule(self._names[id(module)], module, hidden, output, trace.next_order()))
+
+    def _before_attention(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not self._replaying:
+            self._ran_without_call[self._names[id(module)]] = module
+            self._arguments[id(module)] = bound_arguments(module, args, kwargs)
+
+    # ---------------------------------------------------------------- attention calls
+    def on_routed(self, arguments: RoutedArguments, output: Any) -> Any:
+        """Note a routed call; its output is returned untouched."""
+        if self._replaying:
+            return output
+        z = output[0] if isinstance(output, tuple | list) else output
+        q, k, v = arguments.q, arguments.k, arguments.v
+        name = self._names[id(arguments.module)]
+        if not isinstance(z, Tensor) or q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+            self._refuse(name, arguments.module, "its attention function does not take [batch, head, position, d_head]")
+            return output
+        z_heads = as_heads(z, q.shape[1], v.shape[-1], q.shape[2])
+        if z_heads is None:
+            self._refuse(
+                name, arguments.module, f"its attention function returns {tuple(z.shape)}, not one vector a head"
+            )
+            return output
+        terms = kernel_terms(arguments)
+        self._note(
+            AttentionCall(
+                **self._origin(arguments.module, z_heads, k.shape[2]),
+                route="routed",
+                kernel=arguments.kernel,
+                q=q,
+                k=k,
+                v=v,
+                z=z_heads,
+                scale=terms.scale,
+                mask=terms.mask,
+                is_causal=terms.is_causal,
+                softcap=terms.softcap,
+                sinks=terms.sinks,
+                window=terms.window,
+                position_bias=terms.position_bias,
+                replay=replay_of(arguments, q.shape[1]),
+            ),
+        )
+        return output
+
+    def _on_softmax(self, module: nn.Module, seen: TracedSoftmax) -> None:
+        """Note a call whose softmax was traced."""
+        pending = self._note(
+            AttentionCall(
+                **self._origin(module, seen.z, seen.v.shape[2]),
+                route="traced",
+                kernel=seen.kernel,
+                q=seen.q,
+                k=seen.k,
+                v=seen.v,
+                z=seen.z,
+                scale=seen.scale,
+                mask=seen.mask,
+                is_causal=seen.is_causal,
+                traced_pattern=seen.pattern,
+                replay=seen.replay,
+            ),
+        )
+        if pending is not None and seen.output_weight is not None:
+            for inner, part in module.named_modules():
+                if getattr(part, "weight", None) is seen.output_weight:
+                    pending.projection = (f"{pending.call.module_name}.{inner}", part)
+                    pending.attn_out = seen.attn_out
+
+    def _origin(self, module: nn.Module, z: Tensor, n_keys: int) -> dict[str, Any]:
+        name = self._names[id(module)]
+        index = self._call_counts[name]
+        self._call_counts[name] += 1
+        given = self._arguments.get(id(module), {})
+        cross = any(given.get(key) is not None for key in _OTHER_SEQUENCE) or bool(
+            getattr(module, "is_cross_attention", False)
+        )
+        return {
+            "module_name": name,
+            "module_class": type(module).__name__,
+            "layer": layer_of(name, module, self._model),
+            "call_index": index,
+            "kind": "cross" if cross else "self",
+            "query_valid": self._valid_queries(name, cross, z, n_keys),
+        }
+
+    def _note(self, call: AttentionCall) -> PendingCall | None:
+        """Keep a call until its block is left; None when its layer was not asked for."""
+        for name in list(self._ran_without_call):
+            if (
+                call.module_name == name
+                or call.module_name.startswith(f"{name}.")
+                or name.startswith(f"{call.module_name}.")
+            ):
+                del self._ran_without_call[name]
+        if call.layer is not None:
+            self._layers_seen.add(call.layer)
+        if self._layers is not None and call.layer not in self._layers:
+            self.captured.n_calls += 1
+            return None
+        trace = self._blocks[-1] if self._blocks else None
+        order = trace.next_order() if trace is not None else 0
+        pending = PendingCall(call, trace, order)
+        self._pending.append(pending)
+        if trace is None and len(self._pending) > 1 and self._pending[0].trace is None:
+            # outside any block there is no end to wait for: finish the calls of modules that are done
+            while len(self._pending) > 1 and self._pending[0].call.module_name != call.module_name:
+                self._deliver(self._pending.pop(0))
+        return pending
+
+    def _after_linear(self, module: nn.Module, args: tuple, _kwargs: dict, output: Any) -> None:
+        if (
+            self._replaying
+            or not self._pending
+            or not args
+            or not isinstance(args[0], Tensor)
+            or not isinstance(output, Tensor)
+        ):
+            return
+        name = self._names[id(module)]
+        same_module = [p for p in self._pending if p.call.module_name == self._pending[-1].call.module_name]
+        last = same_module[-1]
+        if last.is_output(args[0]):
+            if last.projection is None or last.projection[0].startswith(
+                f"{name}."
+            ):  # a wrapper is called after its core
+                last.projection, last.attn_out = (name, module), output
+        elif len(same_module) > 1 and all(p.projection is None for p in same_module):
+            split_chunks(same_module, name, module, args[0], output)
+        elif (
+            last.projection is None
+            and last.gate_candidate is None
+            and args[0].numel() == last.call.z.numel()
+            and name.startswith(f"{last.call.module_name}.")
+        ):
+            last.gate_candidate = (name, module, args[0], output)
+
+    # -------------------------------------------------------------------- finishing
+    def _emit(self, trace: BlockTrace) -> None:
+        mine = [p for p in self._pending if p.trace is trace]
+        self._pending = [p for p in self._pending if p.trace is not trace]
+        for pending in mine:
+            self._deliver(pending)
+
+    def _deliver(self, pending: PendingCall) -> None:
+        call = pending.finished(self._find_gate)
+        self.captured.n_calls += 1
+        if self._certify:
+            call.sampled_certificate.check()
+        if self._on_call is None:
+            self.captured.calls.append(call)
+        else:
+            self._on_call(call)
+
+    def _find_gate(self, pending: PendingCall) -> tuple[Tensor | None, str]:
+        """The elementwise factor between z and its projection, if whatever stands there does not depend on z itself."""
+        call, (name, _, inputs, _) = pending.call, pending.gate_candidate
+        module = self._model.get_submodule(call.module_name)
+        self._replaying = True
+        try:
+            return find_output_gate(
+                module, self._model.get_submodule(name), call.z, inputs, self._arguments[id(module)]
+            )
+        finally:
+            self._replaying = False
+
+    def _refuse(self, name: str, module: nn.Module, reason: str) -> None:
+        self.captured.refusals.append(Refusal(name, type(module).__name__, reason))
+
+    def finish(self) -> None:
+        """Deliver what is left, list layers without a call, and raise when nothing was seen at all."""
+        while self._pending:
+            self._deliver(self._pending.pop(0))
+        for name, module in self._ran_without_call.items():
+            quiet = (
+                "it mixes tokens without a softmax"
+                if looks_like_mixer(module)
+                else "no softmax over keys was seen in it"
+            )
+            self._refuse(name, module, quiet)
+        if self.captured.n_calls == 0:
+            what = ", ".join(sorted({f"{r.module_class} ({r.reason})" for r in self.captured.refusals})[:4])
+            raise NothingCapturedError(
+                f"no attention call of {type(self._model).__name__} was seen. "
+                + (f"Layers: {what}. " if what else "Did a forward run inside the `with` block? ")
+                + "Weights and contributions are undefined there; token replacement and layer ablation still work"
+            )
+        if self._layers is not None and not self._layers <= self._layers_seen:
+            missing = sorted(self._layers - self._layers_seen)
+            raise UnsupportedModelError(
+                f"no attention call at layer {missing}; this forward made calls at layers {sorted(self._layers_seen)}"
+            )
+
+    # ---------------------------------------------------------------------- helpers
+    def _valid_queries(self, name: str, cross: bool, z: Tensor, n_keys: int) -> Tensor | None:
+        """Which queries are tokens. A mask as long as the keys covers the cache too: its tail is the queries."""
+        config = getattr(self._model, "config", None)
+        decodes = bool(getattr(config, "is_encoder_decoder", False)) and "decoder" in module_parts(name)
+        mask = self._token_masks.get("decoder_attention_mask" if decodes else "attention_mask")
+        n_queries = z.shape[1]
+        lengths = (n_queries,) if cross else (n_queries, n_keys)
+        if mask is None or mask.shape[0] != z.shape[0] or mask.shape[1] not in lengths or mask.shape[1] < n_queries:
+            return None
+        return mask[:, -n_queries:]
+
+    def _start_tracing(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        hidden = first_tensor(args or tuple(kwargs.values()))
+        stack = ExitStack()
+        batch = None if hidden is None else hidden.shape[0]
+        stack.enter_context(watching_softmax(lambda seen: self._on_softmax(module, seen), batch))
+        self._tracers.append(stack)
+
+    def _stop_tracing(self, _module: nn.Module, _args: tuple, _output: Any) -> None:
+        if self._tracers:
+            self._tracers.pop().close()
+
+
+def replay_of(arguments: RoutedArguments, n_heads: int) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
+    """The kernel of a call as a function of the values alone."""
+
+    def replay(values: Tensor) -> tuple[Tensor, Tensor | None]:
+        result = arguments.run(v=values)
+        z = as_heads(result[0], n_heads, values.shape[-1], arguments.q.shape[2])
+        if z is None:
+            raise UnsupportedModelError(f"the attention function returned {tuple(result[0].shape)} when run again")
+        return z, result[1] if len(result) > 1 else None
+
+    return replay
+
+
+def as_heads(z: Tensor, n_heads: int, d_value: int, n_queries: int) -> Tensor | None:
+    """[batch, query_pos, head, d_value] from that or from its flattened form; None for anything else."""
+    if z.ndim == 4 and tuple(z.shape[1:]) == (n_queries, n_heads, d_value):
+        return z
+    if z.ndim == 3 and tuple(z.shape[1:]) == (n_queries, n_heads * d_value):
+        return z.unflatten(-1, (n_heads, d_value))
+    return None
