@@ -1,0 +1,389 @@
+"""The first report's run: a prompt set through a model, weights against contributions, into a run folder.
+
+One prompt after the other, and within a prompt one attention call after the other (`on_call`), so that a single layer
+is in memory. What one prompt gave is written before the next one starts; a prompt that cannot be measured becomes a
+row with its reason. Nothing is drawn at random.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from attndiag.errors import InsufficientMemoryError, PromptError, TargetError, UnverifiedCaptureError
+from attndiag.hooks.capture_context import capture
+from attndiag.hooks.record import AttentionCall
+from attndiag.hooks.recorder import Refusal
+from attndiag.models.access import accepts
+from attndiag.models.encoding import Encoded
+from attndiag.models.load import LoadedModel
+from attndiag.prompts import Prompt
+from attndiag.runs.call_measures import CallMeasures, CallSettings, measure_call
+from attndiag.runs.folder import RunFolder
+from attndiag.runs.memory import MemoryEstimate, estimate_memory
+from attndiag.runs.rows import check_rows, disagreement_rows, head_rows, refusal_rows, score_rows, token_rows
+from attndiag.runs.schemas import PROMPTS, RUNS, TIMINGS
+from attndiag.runs.task_check import Answers, check_task, predicts_next_token, resolve_answers
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Progress = Callable[[str, int, int], None]
+METHODS = ("weight", "head_contribution", "contribution")
+# what can be wrong with one prompt while the others are fine; everything else stops the run
+PROMPT_FAULTS = (PromptError, TargetError, InsufficientMemoryError, UnverifiedCaptureError)
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What a run measures.
+
+    Parameters
+    ----------
+    calls : settings of the measures of one attention call.
+    strongest : how many of the strongest disagreements of each direction and kind of key are kept a prompt.
+    seed : written down; nothing is drawn here.
+    """
+
+    calls: CallSettings = field(default_factory=CallSettings)
+    strongest: int = 10
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """What a finished run comes to."""
+
+    folder: RunFolder
+    n_prompts: int
+    n_failed: int
+    n_without_target: int
+    n_calls: int
+    n_certified: int
+    logits_equal: bool | None
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Every prompt measured, every target usable, every self-check passed."""
+        return (
+            self.n_failed + self.n_without_target == 0
+            and self.n_calls == self.n_certified
+            and self.logits_equal is not False
+        )
+
+
+def longest_prompt(lm: LoadedModel, prompts: Sequence[Prompt]) -> int:
+    """Tokens of the longest prompt that the model can read; 1 when it can read none."""
+    lengths = [1]
+    for prompt in prompts:
+        try:
+            encoded = lm.encode(prompt)
+        except PromptError:
+            continue  # becomes a row with its reason when its turn comes
+        lengths.append(max(encoded.input_ids.shape[1], encoded.decoder.input_ids.shape[1] if encoded.decoder else 0))
+    return max(lengths)
+
+
+def estimate_run(lm: LoadedModel, prompts: Sequence[Prompt]) -> MemoryEstimate:
+    """Memory that a run over these prompts needs, from the longest one."""
+    return estimate_memory(lm, longest_prompt(lm, prompts))
+
+
+def measure_prompts(
+    lm: LoadedModel,
+    prompts: Sequence[Prompt],
+    output: str | Path,
+    *,
+    settings: RunSettings | None = None,
+    prompt_file: str | Path | None = None,
+    n_skipped: int = 0,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> RunOutcome:
+    """Measure weights and contributions of every attention call on every prompt, and keep them in a run folder.
+
+    Parameters
+    ----------
+    lm : from `attndiag.load`.
+    prompts : in the order in which they will stand in the tables; ids must differ.
+    output : the run folder; new, empty, or a run that `overwrite` allows to replace.
+    settings : what to measure.
+    prompt_file, n_skipped : where the prompts came from and how many entries were left out; written down.
+    progress : called with (what is being done, prompts done, prompts in all).
+
+    Raises
+    ------
+    PromptError : no prompts, or two with the same id.
+    RunFolderError : the folder cannot be written, or the disk is full. Finished prompts stay.
+    UnsupportedModelError : the model has no attention that could be captured.
+    """
+    settings = settings or RunSettings()
+    named = _with_ids(prompts)
+    started = time.perf_counter()
+    facts = _run_facts(lm, named, settings, prompt_file, n_skipped)
+    run_id = facts["run"]
+    folder = RunFolder.create(
+        output, run_id, about={"model": lm.info.name, "n_prompts": len(named), "runs": facts}, overwrite=overwrite
+    )
+    equal = _Once()
+    rows: list[dict[str, Any]] = []
+    kernels: set[str] = set()
+    for index, prompt in enumerate(named):
+        if progress is not None:
+            progress("measuring", index, len(named))
+        measured = _measure_prompt(lm, prompt, index, settings, equal)
+        tables = _tables(run_id, prompt, measured, settings)
+        rows.append(measured.row)
+        kernels |= {call.kernel for call in measured.calls}
+        folder.write_shard(f"{index:06d}", tables)
+    if progress is not None:
+        progress("measuring", len(named), len(named))
+    seconds = time.perf_counter() - started
+    facts |= {
+        "status": "complete",
+        "kernel": ", ".join(sorted(kernels)) or None,
+        "logits_equal": equal.answer,
+        "seconds": seconds,
+    }
+    folder.finish({"runs": RUNS.table(facts)})
+    return RunOutcome(
+        folder,
+        n_prompts=len(rows),
+        n_failed=sum(row["status"] == "failed" for row in rows),
+        n_without_target=sum(row["status"] == "no_target" for row in rows),
+        n_calls=sum(row["n_calls"] for row in rows),
+        n_certified=sum(row["n_certified"] for row in rows),
+        logits_equal=equal.answer,
+        seconds=seconds,
+    )
+
+
+class _Once:
+    """Whether outputs with and without capture were bit-equal; asked on the first prompt that runs."""
+
+    def __init__(self) -> None:
+        self.answer: bool | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Measured:
+    """What one prompt gave; `calls` is empty where it failed."""
+
+    row: dict[str, Any]
+    encoded: Encoded | None
+    calls: list[CallMeasures]
+    refusals: list[Refusal]
+    seconds: dict[str, float]
+
+
+def _measure_prompt(lm: LoadedModel, prompt: Prompt, index: int, settings: RunSettings, equal: _Once) -> _Measured:
+    row: dict[str, Any] = {
+        "prompt": prompt.id,
+        "index": index,
+        "cluster": prompt.cluster,
+        "text": prompt.text,
+        "target": prompt.target,
+        "foil": prompt.foil,
+        "status": "ok",
+        "n_calls": 0,
+        "n_certified": 0,
+    }
+    encoded = None
+    try:
+        encoded = lm.encode(prompt)
+        row |= {"text": encoded.texts[0], "n_tokens": int(encoded.lengths[0])}
+        estimate_memory(lm, int(encoded.lengths[0])).require_fit(f"prompt {prompt.id!r}")
+        calls, refusals, logits, seconds = _captured(lm, encoded, settings, equal)
+    except PROMPT_FAULTS as error:
+        row |= {"status": "failed", "error": str(error)}
+        return _Measured(row, encoded, [], [], {})
+    row |= {"n_calls": len(calls), "n_certified": sum(call.certified for call in calls)}
+    if logits is not None and predicts_next_token(lm):
+        answers = Answers()
+        try:
+            answers = resolve_answers(lm, prompt)
+        except TargetError as error:
+            row |= {"status": "no_target", "error": str(error)}
+        row |= check_task(lm, logits, answers)
+    return _Measured(row, encoded, calls, refusals, seconds)
+
+
+def _captured(
+    lm: LoadedModel, encoded: Encoded, settings: RunSettings, equal: _Once
+) -> tuple[list[CallMeasures], list[Refusal], torch.Tensor | None, dict[str, float]]:
+    """One forward under capture, each call measured as it comes."""
+    calls: list[CallMeasures] = []
+    in_measures = 0.0
+
+    def measure(call: AttentionCall) -> None:
+        nonlocal in_measures
+        begun = time.perf_counter()
+        calls.append(measure_call(call, _special_keys(encoded, call), settings.calls))
+        in_measures += time.perf_counter() - begun
+
+    # the language-model head at every position is most of the memory of a long prompt
+    keep = {"logits_to_keep": 1} if accepts(lm.model, "logits_to_keep") else {}
+    begun = time.perf_counter()
+    with capture(lm, on_call=measure) as captured:
+        output = lm.run(encoded.inputs, **keep)
+    seconds = {"forward under capture": time.perf_counter() - begun - in_measures}
+    for call in calls:
+        for work, spent in call.seconds.items():
+            seconds[work] = seconds.get(work, 0.0) + spent
+    if equal.answer is None:
+        begun = time.perf_counter()
+        equal.answer = _same_output(lm.run(encoded.inputs, **keep), output)
+        seconds["forward without capture (check)"] = time.perf_counter() - begun
+    logits = getattr(output, "logits", None)
+    found = logits[0, -1] if isinstance(logits, torch.Tensor) and logits.ndim == 3 else None
+    return calls, captured.refusals, found, seconds
+
+
+def _same_output(plain: Any, captured: Any) -> bool:
+    """Bit-equal logits; where there are none, bit-equal hidden states."""
+    for name in ("logits", "last_hidden_state"):
+        left, right = getattr(plain, name, None), getattr(captured, name, None)
+        if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+            return torch.equal(left, right)
+    left, right = plain[0], captured[0]
+    return torch.equal(left, right)
+
+
+def _special_keys(encoded: Encoded, call: AttentionCall) -> np.ndarray:
+    """Which keys of a call are special tokens; none where its keys are not this prompt's tokens."""
+    side = encoded
+    if encoded.decoder is not None and call.kind == "self" and "decoder" in call.module_name.split("."):
+        side = encoded.decoder
+    special = side.special[0].cpu().numpy()
+    return special if len(special) == call.n_keys else np.zeros(call.n_keys, dtype=bool)
+
+
+def _tables(run_id: str, prompt: Prompt, measured: _Measured, settings: RunSettings) -> dict[str, pa.Table]:
+    name = str(prompt.id)
+    tables = {
+        "prompts": PROMPTS.table({"run": run_id, **{key: [value] for key, value in measured.row.items()}}),
+        "timings": TIMINGS.table(
+            {
+                "run": run_id,
+                "prompt": name,
+                "work": list(measured.seconds),
+                "seconds": list(measured.seconds.values()),
+            }
+        ),
+    }
+    if measured.encoded is not None:
+        tables["tokens"] = token_rows(run_id, name, measured.encoded)
+    if measured.calls and measured.encoded is not None:
+        tables |= {
+            "heads": head_rows(run_id, name, measured.calls),
+            "scores": score_rows(run_id, name, measured.calls),
+            "checks": check_rows(run_id, name, measured.calls),
+            "disagreements": disagreement_rows(
+                run_id, name, measured.calls, measured.encoded, strongest=settings.strongest
+            ),
+        }
+    if measured.refusals:
+        tables["refusals"] = refusal_rows(run_id, name, measured.refusals)
+    return tables
+
+
+def _with_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Prompts whose ids are there and differ."""
+    if not prompts:
+        raise PromptError("there are no prompts; give at least one")
+    named = [p if p.id is not None else replace(p, id=f"prompt-{i}") for i, p in enumerate(prompts, 1)]
+    seen: set[str | None] = set()
+    for prompt in named:
+        if prompt.id in seen:
+            raise PromptError(f"two prompts have the id {prompt.id!r}; ids must differ within a run")
+        seen.add(prompt.id)
+    return named
+
+
+def _run_facts(
+    lm: LoadedModel,
+    prompts: Sequence[Prompt],
+    settings: RunSettings,
+    prompt_file: str | Path | None,
+    n_skipped: int,
+) -> dict[str, Any]:
+    """Columns of `runs` that are known before the work. The id follows from what is measured, on what, with what."""
+    info = lm.info
+    prompt_hash = _digest([_plain(prompt) for prompt in prompts])
+    params = asdict(settings)
+    versions = package_versions()
+    identity = {
+        "model": info.location or info.name,
+        "revision": info.revision,
+        "dtype": info.dtype,
+        "tokenizer": info.tokenizer_hash,
+        "prompts": prompt_hash,
+        "methods": METHODS,
+        "params": params,
+        "version": versions["attndiag"],
+    }
+    return {
+        "run": _digest(identity),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "status": "unfinished",
+        "model": info.name,
+        "source": info.source,
+        "location": info.location,
+        "revision": info.revision,
+        "architecture": info.architecture,
+        "parameters": info.n_parameters,
+        "dtype": info.dtype,
+        "device": info.device,
+        "backend": settings.calls.backend,
+        "tokenizer_hash": info.tokenizer_hash,
+        "adds_bos": info.adds_bos,
+        "prompt_file": None if prompt_file is None else str(prompt_file),
+        "prompt_hash": prompt_hash,
+        "n_prompts": len(prompts),
+        "n_skipped": n_skipped,
+        "methods": ", ".join(METHODS),
+        "params": json.dumps(params, sort_keys=True),
+        "seed": settings.seed,
+        "versions": json.dumps(versions, sort_keys=True),
+        "threads": torch.get_num_threads(),
+        "notes": "; ".join(info.notes) or None,
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that can change a number."""
+    found = {"python": platform.python_version()}
+    for name in ("attndiag", "torch", "transformers", "numpy", "scipy", "tokenizers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            # run from a source tree that is not installed
+            found[name] = _version_of_source(name)
+    return found
+
+
+def _version_of_source(name: str) -> str:
+    from importlib import import_module
+
+    return str(getattr(import_module(name), "__version__", "unknown")) if name != "attndiag" else "source tree"
+
+
+def _plain(prompt: Prompt) -> dict[str, Any]:
+    return {key: dict(value) if isinstance(value, Mapping) else value for key, value in vars(prompt).items()}
+
+
+def _digest(value: Any) -> str:
+    """First 16 hex digits of the SHA-256 of a JSON-like value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
