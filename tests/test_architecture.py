@@ -22,6 +22,7 @@ LEVEL = {
     "shapes": 0,
     "scores": 0,
     "prompts": 0,
+    "data": 0,
     "core": 1,
     "stats": 1,
     "models": 2,
@@ -172,13 +173,15 @@ def test_the_root_lists_what_it_offers() -> None:
         _ = attndiag.lode
 
 
-def test_help_answers_within_a_second_and_without_torch() -> None:
-    code = "import sys; sys.argv = ['attndiag', '--help']\nfrom attndiag.cli import main\ntry:\n    main()\n"
-    code += "except SystemExit as stop:\n    assert not stop.code\nassert 'torch' not in sys.modules"
-    run_python(code)  # the first one fills the byte code cache
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        assert "report" in run_python(code)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 1.0
+if (PACKAGE / "cli.py").exists():
+
+    def test_help_answers_within_a_second_and_without_torch() -> None:
+        code = "import sys; sys.argv = ['attndiag', '--help']\nfrom attndiag.cli import main\ntry:\n    main()\n"
+        code += "except SystemExit as stop:\n    assert not stop.code\nassert 'torch' not in sys.modules"
+        run_python(code)  # the first one fills the byte code cache
+        seconds = []
+        for _ in range(3):
+            start = time.perf_counter()
+            assert "report" in run_python(code)
+            seconds.append(time.perf_counter() - start)
+        assert min(seconds) < 1.0
