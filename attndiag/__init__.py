@@ -13,6 +13,16 @@ if TYPE_CHECKING:
     from attndiag.explain.contributions import contributions
     from attndiag.explain.target import score
     from attndiag.hooks.capture_context import capture
+    from attndiag.hooks.edit_kinds import (
+        AttentionOff,
+        HeadAblation,
+        Knockout,
+        MeanValue,
+        Patch,
+        PatternReplacement,
+        ValueZeroing,
+    )
+    from attndiag.hooks.edits import edit
     from attndiag.models.load import load
     from attndiag.prompts import Prompt, Target
     from attndiag.scores import Scores
@@ -21,22 +31,38 @@ __version__ = "0.1.0"
 
 # public name -> module that defines it under the same name
 _HOME = {
+    "AttentionOff": "attndiag.hooks.edit_kinds",
+    "HeadAblation": "attndiag.hooks.edit_kinds",
+    "Knockout": "attndiag.hooks.edit_kinds",
+    "MeanValue": "attndiag.hooks.edit_kinds",
+    "Patch": "attndiag.hooks.edit_kinds",
+    "PatternReplacement": "attndiag.hooks.edit_kinds",
     "Prompt": "attndiag.prompts",
     "Scores": "attndiag.scores",
     "Target": "attndiag.prompts",
+    "ValueZeroing": "attndiag.hooks.edit_kinds",
     "capture": "attndiag.hooks.capture_context",
     "contributions": "attndiag.explain.contributions",
+    "edit": "attndiag.hooks.edits",
     "load": "attndiag.models.load",
     "score": "attndiag.explain.target",
 }
 
 __all__ = [
+    "AttentionOff",
+    "HeadAblation",
+    "Knockout",
+    "MeanValue",
+    "Patch",
+    "PatternReplacement",
     "Prompt",
     "Scores",
     "Target",
+    "ValueZeroing",
     "__version__",
     "capture",
     "contributions",
+    "edit",
     "load",
     "score",
 ]

@@ -135,14 +135,10 @@ def _text_ids(lm: LoadedModel, text: str, before: str, prompt: Prompt) -> list[i
         raise TargetError(f"the target of {prompt_label(prompt)!r} is an empty text; give at least one character")
     tokenizer = lm.tokenizer
     try:
-        alone = _plain_ids(tokenizer, text)
-        ids = alone
-        if before:
-            first, joint = _plain_ids(tokenizer, before), _plain_ids(tokenizer, before + text)
-            if joint[: len(first)] == first and len(joint) > len(first):
-                ids = joint[len(first) :]
+        ids = _plain_ids(tokenizer, text)
     except Exception as error:  # tokenizers without an unknown token raise their own bare Exception
         raise TargetError(f"{text!r} cannot be tokenised by {lm.info.name}: {error}") from error
+    ids = _ids_after(tokenizer, before, text, ids) if before and ids else ids
     unknown = tokenizer.unk_token_id
     if not ids or (unknown is not None and unknown in ids and text != tokenizer.unk_token):
         raise TargetError(
@@ -153,6 +149,22 @@ def _text_ids(lm: LoadedModel, text: str, before: str, prompt: Prompt) -> list[i
     if max(ids) >= width:
         raise TargetError(f"{text!r} becomes token {max(ids)}, but the model has {width} logits; resize its embeddings")
     return ids
+
+
+def _ids_after(tokenizer: Any, before: str, text: str, alone: list[int]) -> list[int]:
+    """Ids of `text` behind `before`, where the joint text is the two in a row; `alone` where it is not.
+
+    Tokenizers that put a word mark before every text give other ids to a text alone than to one that follows another.
+    """
+    first = _plain_ids(tokenizer, before)
+    try:
+        joint = _plain_ids(tokenizer, before + text)
+    except Exception:  # run together the two are no word that a tokenizer without an unknown token can read
+        return alone
+    if joint[: len(first)] != first or len(joint) == len(first):
+        return alone
+    behind = joint[len(first) :]
+    return alone if tokenizer.unk_token_id in behind else behind
 
 
 def _plain_ids(tokenizer: Any, text: str) -> list[int]:

@@ -108,7 +108,8 @@ class Recorder:
                 self._hook_pre(module, self._before_attention)
             if name in traced:
                 self._hook_pre(module, self._start_tracing)
-                self._handles.append(module.register_forward_hook(self._stop_tracing, always_call=True))
+                # watches nest: the one that was entered last has to be left first
+                self._handles.append(module.register_forward_hook(self._stop_tracing, always_call=True, prepend=True))
             if is_linear_like(module):
                 self._hook_post(module, self._after_linear)
             elif is_norm(module):

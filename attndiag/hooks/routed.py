@@ -67,10 +67,13 @@ class RoutedListener(Protocol):
 
 
 @contextmanager
-def listening(listener: RoutedListener):
-    """Have `listener` see every routed attention call of its modules until the context is left."""
+def listening(listener: RoutedListener, *, first: bool = False):
+    """Have `listener` see every routed attention call of its modules until the context is left.
+
+    With `first` it comes before those that listen already: edits, so that a capture around them sees their result.
+    """
     with _lock:
-        _listeners.append(listener)
+        _listeners.insert(0 if first else len(_listeners), listener)
         if len(_listeners) == 1:
             AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign]
             AttentionInterface.__getitem__ = _getitem  # type: ignore[method-assign]

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attndiag.core.masks import causal_mask
+from attndiag.errors import UnsupportedModelError
 
 _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 _PASSES_ON = {
@@ -35,7 +36,8 @@ class TracedSoftmax:
 
     pattern [batch, head, query_pos, key_pos] (None for fused calls, where q, k, scale and mask are known instead),
     v [batch, kv_head, key_pos, d_value], z [batch, query_pos, head, d_value]. Where the output projection is part of
-    the same function (`multi_head_attention_forward`), its weight and its output come along.
+    the same function (`multi_head_attention_forward`), its weight and its output come along. `restore` turns edited
+    head outputs into what the watched function would have returned.
     """
 
     v: Tensor
@@ -50,14 +52,19 @@ class TracedSoftmax:
     replay: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None
     output_weight: Tensor | None = None
     attn_out: Tensor | None = None
+    restore: Callable[[Tensor], Any] | None = None
+
+
+OnSoftmax = Callable[[TracedSoftmax], Tensor | None]
 
 
 @contextmanager
-def watching_softmax(on_softmax: Callable[[TracedSoftmax], None], batch: int | None):
+def watching_softmax(on_softmax: OnSoftmax, batch: int | None):
     """Report every softmax-times-values product until the context is left.
 
     Parameters
     ----------
+    on_softmax : called with each; where it returns a tensor, the model goes on with these head outputs instead.
     batch : batch size, to split patterns that come as [batch * head, query_pos, key_pos].
     """
     with _SoftmaxWatch(on_softmax, batch):
@@ -65,7 +72,7 @@ def watching_softmax(on_softmax: Callable[[TracedSoftmax], None], batch: int | N
 
 
 class _SoftmaxWatch(TorchFunctionMode):
-    def __init__(self, on_softmax: Callable[[TracedSoftmax], None], batch: int | None) -> None:
+    def __init__(self, on_softmax: OnSoftmax, batch: int | None) -> None:
         super().__init__()
         self._on_softmax = on_softmax
         self._batch = batch
@@ -89,18 +96,25 @@ class _SoftmaxWatch(TorchFunctionMode):
             seen = _from_einsum(args[0], self._tagged.pop(id(args[1])), args[2], output)
         else:
             seen = None
-        if seen is not None:
-            self._on_softmax(seen)
-        return output
+        edited = None if seen is None else self._on_softmax(seen)
+        if seen is None or edited is None:
+            return output
+        if seen.restore is None:
+            raise UnsupportedModelError(f"head outputs of a {seen.kernel} call cannot be edited")
+        return seen.restore(edited)
 
 
 def _from_product(pattern: Tensor, v: Tensor, z: Tensor, batch: int | None) -> TracedSoftmax | None:
+    shape = z.shape
     if pattern.ndim == 3 and v.ndim == 3 and batch and pattern.shape[0] % batch == 0:
         pattern, v, z = (tensor.unflatten(0, (batch, -1)) for tensor in (pattern, v, z))
     if pattern.ndim != 4 or v.ndim != 4 or pattern.shape[-1] != v.shape[-2]:
         return None
     v = v.expand(pattern.shape[0], -1, -1, -1)
-    return TracedSoftmax(v=v, z=z.transpose(1, 2), kernel="softmax", pattern=pattern)
+    return TracedSoftmax(
+        v=v, z=z.transpose(1, 2), kernel="softmax", pattern=pattern,
+        restore=lambda edited: edited.transpose(1, 2).reshape(shape),
+    )  # fmt: skip
 
 
 def _from_einsum(equation: str, pattern: Tensor, v: Tensor, z: Tensor) -> TracedSoftmax | None:
@@ -118,11 +132,13 @@ def _from_einsum(equation: str, pattern: Tensor, v: Tensor, z: Tensor) -> Traced
     def arranged(tensor: Tensor, have: str, want: tuple[str, ...]) -> Tensor:
         return tensor.permute([have.index(axis) for axis in want])
 
+    canonical = (batch, query[0], head, width[0])
     return TracedSoftmax(
         v=arranged(v, second, (batch, head, key[0], width[0])),
-        z=arranged(z, out, (batch, query[0], head, width[0])),
+        z=arranged(z, out, canonical),
         kernel="softmax",
         pattern=arranged(pattern, first, (batch, head, query[0], key[0])),
+        restore=lambda edited: edited.permute([canonical.index(axis) for axis in out]),
     )
 
 
@@ -144,6 +160,7 @@ def _from_fused(args: tuple, kwargs: dict, z: Tensor) -> TracedSoftmax | None:
     return TracedSoftmax(
         v=v, z=z.transpose(1, 2), kernel="sdpa", q=q, k=k, mask=mask, is_causal=is_causal, replay=replay,
         scale=float(q.shape[-1] ** -0.5 if scale is None else scale),
+        restore=lambda edited: edited.transpose(1, 2),
     )  # fmt: skip
 
 
@@ -163,7 +180,13 @@ def _from_multi_head(args: tuple, kwargs: dict, output: tuple[Tensor, Tensor | N
         again = F.multi_head_attention_forward(**(given | {"need_weights": True, "average_attn_weights": False}))
     pattern = again[1]
     v = v.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+    z = (pattern @ v).transpose(1, 2)
+
+    def restore(edited: Tensor) -> tuple[Tensor, Tensor | None]:
+        change = F.linear((edited - z).flatten(2), given["out_proj_weight"])
+        return output[0] + change.transpose(0, 1), output[1]
+
     return TracedSoftmax(
-        v=v, z=(pattern @ v).transpose(1, 2), kernel="multi_head_attention", pattern=pattern,
-        output_weight=given["out_proj_weight"], attn_out=output[0].transpose(0, 1),
+        v=v, z=z, kernel="multi_head_attention", pattern=pattern,
+        output_weight=given["out_proj_weight"], attn_out=output[0].transpose(0, 1), restore=restore,
     )  # fmt: skip
