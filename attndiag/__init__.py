@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attndiag.explain.contributions import contributions
     from attndiag.explain.target import score
+    from attndiag.explain.target import score
     from attndiag.hooks.capture_context import capture
+    from attndiag.hooks.edit_kinds import Knockout
+    from attndiag.hooks.edits import edit
     from attndiag.hooks.edit_kinds import (
         AttentionOff,
         HeadAblation,
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from attndiag.hooks.edits import edit
     from attndiag.models.load import load
     from attndiag.prompts import Prompt, Target
+    from attndiag.runs.prompt_files import read_prompts
     from attndiag.scores import Scores
 
 __version__ = "0.1.0"
@@ -49,21 +53,16 @@ _HOME = {
 }
 
 __all__ = [
-    "AttentionOff",
-    "HeadAblation",
     "Knockout",
-    "MeanValue",
-    "Patch",
-    "PatternReplacement",
     "Prompt",
     "Scores",
     "Target",
-    "ValueZeroing",
     "__version__",
     "capture",
     "contributions",
     "edit",
     "load",
+    "read_prompts",
     "score",
 ]
 
