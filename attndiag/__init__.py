@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attndiag.explain.contributions import contributions
     from attndiag.explain.target import score
-    from attndiag.explain.target import score
     from attndiag.hooks.capture_context import capture
-    from attndiag.hooks.edit_kinds import Knockout
-    from attndiag.hooks.edits import edit
     from attndiag.hooks.edit_kinds import (
         AttentionOff,
         HeadAblation,
@@ -49,14 +46,21 @@ _HOME = {
     "contributions": "attndiag.explain.contributions",
     "edit": "attndiag.hooks.edits",
     "load": "attndiag.models.load",
+    "read_prompts": "attndiag.runs.prompt_files",
     "score": "attndiag.explain.target",
 }
 
 __all__ = [
+    "AttentionOff",
+    "HeadAblation",
     "Knockout",
+    "MeanValue",
+    "Patch",
+    "PatternReplacement",
     "Prompt",
     "Scores",
     "Target",
+    "ValueZeroing",
     "__version__",
     "capture",
     "contributions",
