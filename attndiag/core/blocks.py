@@ -12,6 +12,7 @@ the keys in its range works on the gathered keys alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -25,6 +26,10 @@ from attndiag.shapes import group_size
 FORBIDDEN = -1e30
 # A row whose largest score lies below this has no key at all.
 DEAD_ROW = -1e29
+
+# Logarithms near the smallest normal number: weights this far below the largest of their row are exactly 0. Vector
+# libraries take 6 to 18 times as long for an exp() that underflows, and every forbidden key is one.
+LOG_TINY = {torch.float32: -87.0, torch.float64: -707.0}
 
 KeySelection = slice | Tensor
 BlockTerm = Tensor | Callable[[Tensor, Tensor], Tensor]
@@ -206,8 +211,10 @@ def softmax_over_keys(
     """
     top = scores.amax(dim=1)
     dead = top <= DEAD_ROW
-    scores.sub_(top[:, None])
+    floor = LOG_TINY[scores.dtype]
+    scores.sub_(top[:, None]).clamp_min_(floor)
     weights = scores.exp_() if out is None else torch.exp(scores, out=out)
+    torch.nn.functional.threshold_(weights, 2 * math.exp(floor), 0.0)
     total = weights.sum(dim=1)
     entropy = None
     if out is not None:

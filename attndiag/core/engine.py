@@ -63,7 +63,7 @@ class BlockWalk:
         if self.with_norms and plan.formulation == "gram":
             factors = key_factors(problem, batch)
             norms = factors[:, problem.n_heads].mT
-        elif self.with_norms or with_value_norms:
+        elif with_value_norms:
             norms = value_norms(problem, batch)
         self.norms = norms
         workspace = self._workspace()
@@ -80,8 +80,8 @@ class BlockWalk:
                 block = pattern_block(problem, batch, queries, keys, workspace=workspace)
                 if factors is not None:
                     norm, bound = contribution_from_factors(block, factors[keys])
-                elif self.with_norms and norms is not None:
-                    norm, bound = contribution_direct(problem, block, norms)
+                elif self.with_norms:
+                    norm, bound = contribution_direct(problem, block)
             if norm is not None and bound is not None:
                 self.guard.repair(block, norm, bound)
             yield BlockResult(start, stop, block, norm, bound)

@@ -7,7 +7,8 @@ With F_j the [head, d_model] matrix of transformed values f_j^h = v_j^h W_O^h (K
 The Gram matrix is accumulated and factored in float64 and only L_j is cast down: a sum of squares cannot turn
 negative, and the rounding of L_j enters linearly (2e-6 where a float32 Gram matrix is off by 2e-3, at a
 cancellation ratio of 7e-4). G_j is scaled to unit diagonal first and lifted by 1e-14, so that heads that write
-parallel or zero vectors factor too; the lift changes a norm by at most 1e-7 of sum_h A‖f‖.
+parallel or zero vectors factor too; the lift changes a norm by at most 1e-7 of sum_h A‖f‖. With many heads the
+products are float32 (`COARSE_HEADS`); keys whose factorisation then fails are done again in float64.
 
 One more row holds ‖f_j^h‖, so the same batched product also gives sum_h A_ij^h ‖f_j^h‖, the denominator of the
 cancellation ratio.
@@ -24,7 +25,10 @@ LIFTS = (1e-14, 1e-13, 1e-12)
 # Float64 workspace of the Gram accumulation, bytes: measured best on 2 MB of L2, flat up to twice that.
 GRAM_BYTES = 2**21
 KEY_CHUNK = 128  # keys in one batched product; 128 to 256 measured best
-DIRECT_BYTES = 2**23
+# From this many heads on, products of f are float32, in runs of so many columns that are summed in float64: the
+# rounding left, about 1e-9 of (sum_h A‖f‖)², matters below the cancellation that is repeated in float64 anyway, and
+# float64 products would take half of the preparation (measured at 32 heads).
+COARSE_HEADS, COARSE_WIDTH = 16, 128
 NORM_CHUNK = 512
 
 
@@ -39,7 +43,7 @@ def value_norms(problem: AttentionProblem, batch: int) -> Tensor:
         w_o = w_o.double()
         gram = w_o @ w_o.mT
         norms = gram.diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt()
-        w_o = (_factor(gram, norms) * norms[:, :, None]).to(v.dtype)
+        w_o = (_robust_factor(gram, norms) * norms[:, :, None]).to(v.dtype)
     chunks = v.split(NORM_CHUNK, dim=1)
     return torch.cat([torch.bmm(expand_heads(some, problem.group), w_o).norm(dim=-1) for some in chunks], dim=1)
 
@@ -53,17 +57,20 @@ def key_factors(problem: AttentionProblem, batch: int, *, dtype: torch.dtype | N
     heads, n_keys = problem.n_heads, problem.n_keys
     v, w_o = problem.v[batch].to(wanted), problem.w_o.to(wanted)
     factors = torch.empty(n_keys, heads + 1, heads, dtype=wanted, device=v.device)
-    keys, width = _gram_chunks(problem)
+    coarse = wanted == torch.float32 and heads >= COARSE_HEADS
+    keys, width = _gram_chunks(problem, coarse)
     for start in range(0, n_keys, keys):
         some = slice(start, min(start + keys, n_keys))
-        some_v = expand_heads(v[:, some], problem.group)
-        gram = torch.zeros(some_v.shape[1], heads, heads, dtype=torch.float64, device=v.device)
-        for column in range(0, problem.d_model, width):
-            part = torch.bmm(some_v, w_o[:, :, column : column + width]).double().permute(1, 0, 2)
-            gram.baddbmm_(part, part.mT)
+        some_v = v[:, some]
+        gram = _gram(expand_heads(some_v, problem.group), w_o, width, coarse)
         norms = gram.diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt()
+        factor, failed = _cholesky(gram, norms)
+        if failed is not None:
+            if coarse:
+                gram[failed] = _gram(expand_heads(some_v[:, failed], problem.group), w_o, width, False)
+            factor[failed] = _robust_factor(gram[failed], norms[failed])
         factors[some, heads] = norms.to(wanted)
-        factors[some, :heads] = (_factor(gram, norms) * norms[:, :, None]).mT.to(wanted)
+        factors[some, :heads] = (factor * norms[:, :, None]).mT.to(wanted)
     return factors
 
 
@@ -82,26 +89,22 @@ def contribution_from_factors(block: PatternBlock, factors: Tensor) -> tuple[Ten
     return norm.sqrt_(), bound
 
 
-def contribution_direct(problem: AttentionProblem, block: PatternBlock, norms: Tensor) -> tuple[Tensor, Tensor]:
+def contribution_direct(problem: AttentionProblem, block: PatternBlock) -> tuple[Tensor, Tensor]:
     """The same two from the vectors themselves: cheaper for a few queries, when factoring cannot pay."""
-    weights = block.weights
+    weights, w_o = block.by_key.mT, problem.w_o  # [key, query, head]
     v = problem.v[block.batch][:, block.keys]
-    n_keys, n_queries = weights.shape[1:]
-    norm = torch.empty(n_keys, n_queries, dtype=weights.dtype, device=weights.device)
-    vectors = problem.n_heads + n_queries if n_queries > 1 else 1
-    chunk = max(8, DIRECT_BYTES // (vectors * problem.d_model * weights.element_size()))
-    flat = problem.w_o.reshape(-1, problem.d_model)
-    for start in range(0, n_keys, chunk):
-        some = slice(start, min(start + chunk, n_keys))
-        some_v = expand_heads(v[:, some], problem.group)
-        if n_queries == 1:
-            gathered = (weights[:, some] * some_v).permute(1, 0, 2).reshape(some.stop - some.start, -1)
-            written = (gathered @ flat)[:, None]
-        else:
-            f = torch.bmm(some_v, problem.w_o).permute(1, 0, 2)
-            written = torch.bmm(weights[:, some].permute(1, 2, 0), f)
-        torch.sum(written.square_(), dim=-1, out=norm[some])
-    bound = torch.einsum("hkq,hk->kq", weights, norms[:, block.keys])
+    norm = torch.zeros(weights.shape[:2], dtype=weights.dtype, device=weights.device)
+    bound = torch.empty_like(norm)
+    keys, width = _direct_chunks(problem, weights.shape[1])
+    for start in range(0, weights.shape[0], keys):
+        some = slice(start, start + keys)
+        some_v, some_weights = expand_heads(v[:, some], problem.group), weights[some]
+        sizes = torch.zeros(some_v.shape[:2], dtype=v.dtype, device=v.device)
+        for column in range(0, problem.d_model, width):
+            f = torch.bmm(some_v, w_o[:, :, column : column + width])
+            norm[some] += torch.bmm(some_weights, f.permute(1, 0, 2)).square_().sum(dim=-1)
+            sizes += f.square_().sum(dim=-1)
+        bound[some] = torch.bmm(some_weights, sizes.sqrt_().mT[:, :, None])[:, :, 0]
     return norm.sqrt_(), bound
 
 
@@ -112,34 +115,61 @@ def transformed_at(problem: AttentionProblem, batch: int, weights: Tensor, key_p
     return gathered @ problem.w_o.reshape(-1, problem.d_model)
 
 
-def _gram_chunks(problem: AttentionProblem) -> tuple[int, int]:
+def _gram(v: Tensor, w_o: Tensor, width: int, coarse: bool) -> Tensor:
+    """F_j F_j^T for each key of `v` [head, key, d_value], [key, head, head] in float64, `width` columns at a time."""
+    gram = torch.zeros(v.shape[1], v.shape[0], v.shape[0], dtype=torch.float64, device=v.device)
+    for column in range(0, w_o.shape[2], width):
+        part = torch.bmm(v, w_o[:, :, column : column + width])
+        if coarse:
+            part = part.permute(1, 0, 2)
+            gram += torch.bmm(part, part.mT)
+        else:
+            part = part.double().permute(1, 0, 2)
+            gram.baddbmm_(part, part.mT)
+    return gram
+
+
+def _gram_chunks(problem: AttentionProblem, coarse: bool) -> tuple[int, int]:
     """(keys, columns of d_model) of one step of the accumulation."""
     if problem.q.device.type != "cpu":
-        # few large launches; the float64 copy of f stays below half a gigabyte
-        return max(16, 2**29 // (8 * problem.n_heads * problem.d_model)), problem.d_model
+        # few large launches; a copy of f stays below half a gigabyte
+        keys = max(16, 2**29 // (8 * problem.n_heads * problem.d_model))
+        return keys, COARSE_WIDTH if coarse else problem.d_model
+    keys = 128 if coarse else 32
+    columns = GRAM_BYTES // ((4 if coarse else 8) * problem.n_heads * keys) // 64 * 64
+    return keys, min(problem.d_model, max(64, min(columns, COARSE_WIDTH if coarse else 256)))
+
+
+def _direct_chunks(problem: AttentionProblem, n_queries: int) -> tuple[int, int]:
+    """(keys, columns of d_model) for which f and the pair vectors stay in the cache."""
     keys = 64
-    columns = GRAM_BYTES // (8 * problem.n_heads * keys)
-    return keys, min(problem.d_model, max(64, columns // 64 * 64))
+    columns = GRAM_BYTES // (4 * keys * (problem.n_heads + n_queries)) // 64 * 64
+    return keys, min(problem.d_model, max(64, columns))
 
 
-def _factor(gram: Tensor, norms: Tensor) -> Tensor:
-    """A square root of each Gram matrix scaled to unit diagonal: Cholesky, or eigenvalues where rounding forbids it."""
+def _cholesky(gram: Tensor, norms: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Cholesky factors of the Gram matrices scaled to unit diagonal, and the indices of those that failed."""
+    factor, info = torch.linalg.cholesky_ex(_unit(gram, norms, LIFTS[0]))
+    return factor, info.nonzero()[:, 0] if info.any() else None
+
+
+def _robust_factor(gram: Tensor, norms: Tensor) -> Tensor:
+    """A square root of each scaled Gram matrix: Cholesky with a growing lift, then eigenvalues clipped at 0."""
+    factor, info = torch.linalg.cholesky_ex(_unit(gram, norms, LIFTS[0]))
+    for lift in LIFTS[1:]:
+        failed = info != 0
+        if not failed.any():
+            return factor
+        factor[failed], info[failed] = torch.linalg.cholesky_ex(_unit(gram[failed], norms[failed], lift))
+    failed = info != 0
+    values, vectors = torch.linalg.eigh(_unit(gram[failed], norms[failed], 0.0))
+    factor[failed] = vectors * values.clamp_min(0.0).sqrt()[:, None, :]
+    return factor
+
+
+def _unit(gram: Tensor, norms: Tensor, lift: float) -> Tensor:
+    """Gram matrices scaled to diagonal 1 + lift; heads that write nothing become unit rows of their own."""
     inverse = torch.where(norms > 0, 1 / norms, 0)
     unit = gram * inverse[:, :, None] * inverse[:, None, :]
-    diagonal = unit.diagonal(dim1=1, dim2=2)
-    diagonal.fill_(1.0)
-    lifted = LIFTS[0]
-    diagonal.add_(lifted)
-    factor, info = torch.linalg.cholesky_ex(unit)
-    for lift in LIFTS[1:]:
-        if not info.any():
-            return factor
-        diagonal.add_(lift - lifted)
-        lifted = lift
-        failed = info != 0
-        factor[failed], info[failed] = torch.linalg.cholesky_ex(unit[failed])
-    if info.any():
-        failed = info != 0
-        values, vectors = torch.linalg.eigh(unit[failed])
-        factor[failed] = vectors * values.clamp_min(0.0).sqrt()[:, None, :]
-    return factor
+    unit.diagonal(dim1=1, dim2=2).fill_(1.0 + lift)
+    return unit

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from attndiag.core.blocks import AttentionProblem, BlockTerm
 from attndiag.errors import AttnDiagError, ShapeError
-from attndiag.shapes import Keys, OutputWeights, Queries, Values, check_rank, check_same_size, group_size
+from attndiag.shapes import (
+    Keys,
+    OutputWeights,
+    Queries,
+    Values,
+    check_broadcast,
+    check_rank,
+    check_same_size,
+    group_size,
+)
 
 
 def attention_problem(
@@ -61,14 +70,14 @@ def attention_problem(
     scores_shape = torch.Size((batch, heads, n_queries, k.shape[2]))
     for name in ("mask", "position_bias"):
         if name in tensors:
-            _check_broadcast(name, tensors[name], scores_shape)
+            check_broadcast(name, tensors[name], scores_shape)
             _check_additive(name, tensors[name])
     if sinks is not None:
         sinks = sinks[None, :, None] if sinks.ndim == 1 else sinks
-        _check_broadcast("sinks", sinks, scores_shape[:3])
+        check_broadcast("sinks", sinks, scores_shape[:3])
     if row_scale is not None:
         check_rank("row_scale", row_scale, "batch query_pos")
-        _check_broadcast("row_scale", row_scale, torch.Size((batch, n_queries)))
+        check_broadcast("row_scale", row_scale, torch.Size((batch, n_queries)))
 
     dtype = working_dtype(q, k, v, w_o)
     factor = scale if softcap is None else scale / softcap
@@ -100,7 +109,7 @@ def query_vectors(name: str, tensor: Tensor, problem: AttentionProblem, *, expan
     shape = torch.Size((problem.batch, problem.n_queries, problem.d_model))
     if not expand and tensor.shape != shape:
         raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)} [batch, query_pos, d_model]")
-    _check_broadcast(name, tensor, shape)
+    check_broadcast(name, tensor, shape)
     _check_devices({"q": problem.q, name: tensor})
     return tensor.detach().to(problem.q.dtype).expand(shape)
 
@@ -170,12 +179,3 @@ def _check_additive(name: str, tensor: Tensor) -> None:
             f"{name} has dtype {tensor.dtype}; expected bool (True = allowed) or an additive float. "
             "A 0/1 integer mask is ambiguous: convert it with .bool() if 1 means allowed"
         )
-
-
-def _check_broadcast(name: str, tensor: Tensor, shape: torch.Size) -> None:
-    try:
-        fits = torch.broadcast_shapes(tensor.shape, shape) == shape
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, which does not broadcast to {tuple(shape)}")

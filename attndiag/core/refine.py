@@ -20,7 +20,7 @@ from attndiag.core.gram import contribution_from_factors, key_factors
 # Threshold on c for each unit of max ‖q‖ ‖k‖ (scaled): error of a weight, with a margin of 1.5, over the 1e-5 to hold.
 THRESHOLD_PER_SCORE = 3e-3
 # Below the first float32 never suffices; above the second, pairs are too common to be repeated.
-LEAST, MOST = 0.02, 0.1
+LEAST, MOST = 0.03, 0.1
 
 
 class CancellationGuard:
