@@ -298,7 +298,7 @@ def _apply(scores: Tensor, term: Tensor) -> None:
         scores.masked_fill_(~turned, FORBIDDEN)
         return
     forbidden = forbidden_entries(turned)
-    scores.add_(turned.to(scores.dtype).masked_fill_(forbidden, 0.0))
+    scores.add_(turned.to(scores.dtype).masked_fill(forbidden, 0.0))
     scores.masked_fill_(forbidden, FORBIDDEN)
 
 
