@@ -30,9 +30,7 @@ def check_rank(name: str, tensor: Tensor, axes: str) -> None:
     """Raise `ShapeError` unless `tensor` has one dimension for each word in `axes`."""
     words = axes.split()
     if tensor.ndim != len(words):
-        raise ShapeError(
-            f"{name} has shape {tuple(tensor.shape)}; expected {len(words)} axes [{', '.join(words)}]"
-        )
+        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; expected {len(words)} axes [{', '.join(words)}]")
 
 
 def check_same_size(left: str, left_size: int, right: str, right_size: int) -> None:
@@ -52,3 +50,11 @@ def expand_kv_heads(tensor: Tensor, n_heads: int) -> Tensor:
     """Repeat [batch, kv_head, ...] to [batch, head, ...]; query head h reads kv head `h // group_size`."""
     repeats = group_size(n_heads, tensor.shape[1])
     return tensor if repeats == 1 else torch.repeat_interleave(tensor, repeats, dim=1)
+
+
+def check_broadcast(name: str, tensor: Tensor, shape: torch.Size) -> None:
+    """Raise `ShapeError` unless `tensor` broadcasts to exactly `shape`."""
+    # by hand: torch.broadcast_shapes costs half a millisecond, which every attention call would pay
+    missing = len(shape) - tensor.ndim
+    if missing < 0 or any(size not in (1, full) for size, full in zip(tensor.shape, shape[missing:], strict=True)):
+        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, which does not broadcast to {tuple(shape)}")

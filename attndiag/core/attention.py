@@ -21,7 +21,17 @@ import torch
 from torch import Tensor
 
 from attndiag.errors import ShapeError
-from attndiag.shapes import HeadOutputs, Keys, Pattern, Queries, Values, check_rank, expand_kv_heads, group_size
+from attndiag.shapes import (
+    HeadOutputs,
+    Keys,
+    Pattern,
+    Queries,
+    Values,
+    check_broadcast,
+    check_rank,
+    expand_kv_heads,
+    group_size,
+)
 
 NEG_INF = float("-inf")
 
@@ -320,13 +330,3 @@ def _add(scores: Tensor, term: Tensor, name: str) -> Tensor:
             "A 0/1 integer mask is ambiguous: convert it with .bool() if 1 means allowed"
         )
     return (scores + term.to(scores.dtype)).masked_fill(forbidden_entries(term), NEG_INF)
-
-
-def check_broadcast(name: str, tensor: Tensor, shape: torch.Size) -> None:
-    """Raise `ShapeError` unless `tensor` broadcasts to exactly `shape`."""
-    try:
-        fits = torch.broadcast_shapes(tensor.shape, shape) == shape
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, which does not broadcast to {tuple(shape)}")

@@ -15,7 +15,7 @@ from typing import TypeVarTuple, cast
 import torch
 from torch import Tensor
 
-from attndiag.core.attention import check_broadcast, head_outputs
+from attndiag.core.attention import head_outputs
 from attndiag.errors import ShapeError, UndefinedScoreWarning
 from attndiag.shapes import (
     HeadOutputs,
@@ -24,6 +24,7 @@ from attndiag.shapes import (
     PerQuery,
     Residual,
     Values,
+    check_broadcast,
     check_rank,
     expand_kv_heads,
     group_size,

@@ -119,7 +119,7 @@ def _measure(call: AttentionCall, chosen: Tensor | None) -> Certificate:
     if call.output is not None and call.attn_out is not None:
         gate = call.output_gate
         inputs = z if gate is None else z * _rows(gate.detach(), 1, chosen).to(dtype)
-        predicted = torch.einsum("bqhe,hed->bqd", inputs, call.output.w_o.to(dtype)) + call.output.b_o.to(dtype)
+        predicted = inputs.flatten(2) @ call.output.w_o.to(dtype).flatten(0, 1) + call.output.b_o.to(dtype)
         output_error = _relative_error(predicted, _rows(call.attn_out.detach(), 1, chosen).to(dtype), None)
     total = call.z.shape[0] * call.n_heads * z.shape[1]
     return Certificate(

@@ -19,7 +19,7 @@ from attndiag.errors import NothingCapturedError, UnsupportedModelError
 from attndiag.hooks.gates import find_output_gate
 from attndiag.hooks.pending import PendingCall, split_chunks
 from attndiag.hooks.record import AttentionCall
-from attndiag.hooks.residual import BlockTrace, SeenModule
+from attndiag.hooks.residual import BlockTrace, SeenChild, SeenNorm
 from attndiag.hooks.routed import RoutedArguments, kernel_terms
 from attndiag.hooks.structure import (
     block_names,
@@ -98,10 +98,10 @@ class Recorder:
                     f"the model is in train mode with active dropout ({active[0]} and {len(active) - 1} more), so "
                     "identical inputs give different weights. Call model.eval() first"
                 )
-        blocks = block_names(self._model)
-        traced = modules_to_trace(self._model)
+        modules = dict(self._model.named_modules())
+        blocks, traced = block_names(modules), modules_to_trace(modules)
         self._hook_pre(self._model, self._before_model)
-        for name, module in self._model.named_modules():
+        for name, module in modules.items():
             if name in blocks:
                 self._hook_pre(module, self._before_block)
             if looks_like_attention(module) or looks_like_mixer(module):
@@ -174,15 +174,16 @@ class Recorder:
         name, trace = self._names[id(module)], self._blocks[-1]
         mine = [p for p in self._pending if p.trace is trace]
         if mine and not any(p.call.module_name == name or p.call.module_name.startswith(f"{name}.") for p in mine):
-            # copied: some families add attention's output to the MLP's in place
-            tensor = tensor.detach().clone()
-            trace.children.append(SeenModule(name, module, tensor, tensor, trace.next_order()))
+            if not any(norm.order > mine[0].order for norm in trace.norms):
+                # attention and MLP side by side: some families add one to the other in place
+                tensor = tensor.detach().clone()
+            trace.children.append(SeenChild(tensor, trace.next_order()))
 
     def _after_norm(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         if self._blocks and isinstance(output, Tensor) and not self._replaying:
             trace, hidden = self._blocks[-1], first_tensor(args or tuple(kwargs.values()))
             if hidden is not None:
-                trace.norms.append(SeenModule(self._names[id(module)], module, hidden, output, trace.next_order()))
+                trace.norms.append(SeenNorm(self._names[id(module)], module, hidden, trace.next_order()))
 
     def _before_attention(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if not self._replaying:

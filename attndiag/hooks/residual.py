@@ -8,6 +8,7 @@ classes: a hypothesis `u = x + m * o` is accepted when the tensors that were see
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -20,12 +21,25 @@ FIT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2
 
 
 @dataclass(frozen=True, eq=False)
-class SeenModule:
-    """One call of a norm (or of another child of the block): its tensors, and its place in the order of events."""
+class SeenNorm:
+    """One call of a norm: what it read, and its place in the order of events."""
 
     name: str
     module: nn.Module
     input: Tensor
+    order: int
+
+    @cached_property
+    def output(self) -> Tensor:
+        """What the norm returned. Computed again: keeping it would cost a capture more memory than all of z."""
+        with torch.no_grad():
+            return self.module.forward(self.input)
+
+
+@dataclass(frozen=True, eq=False)
+class SeenChild:
+    """One call of another child of the block, after attention."""
+
     output: Tensor
     order: int
 
@@ -40,8 +54,8 @@ class BlockTrace:
     name: str
     input: Tensor
     output: Tensor | None = None
-    norms: list[SeenModule] = field(default_factory=list)
-    children: list[SeenModule] = field(default_factory=list)
+    norms: list[SeenNorm] = field(default_factory=list)
+    children: list[SeenChild] = field(default_factory=list)
     order: int = 0
     attention_order: int = 0
 
@@ -74,8 +88,8 @@ class ResidualSite:
     resid_pre: Tensor | None = None
     resid_mid: Tensor | None = None
     multiplier: float = 1.0
-    branch_norm: SeenModule | None = None
-    reader: SeenModule | None = None
+    branch_norm: SeenNorm | None = None
+    reader: SeenNorm | None = None
     error: float = float("nan")
     reason: str = ""
 
@@ -102,7 +116,7 @@ def locate_residual(trace: BlockTrace | None, attn_out: Tensor | None) -> Residu
     readers = [norm for norm in after if norm is not branch_norm]
     streams = [norm.input for norm in reversed(before)] + [norm.output for norm in reversed(before)] + [trace.input]
 
-    sums: list[tuple[Tensor, SeenModule | None]] = [(norm.input, norm) for norm in readers]
+    sums: list[tuple[Tensor, SeenNorm | None]] = [(norm.input, norm) for norm in readers]
     if trace.output is not None:
         sums.append((trace.output, None))
     best: ResidualSite | None = None
@@ -132,7 +146,7 @@ def locate_residual(trace: BlockTrace | None, attn_out: Tensor | None) -> Residu
 
 
 def _place(
-    branch_norm: SeenModule | None, reader: SeenModule | None, stream: Tensor, before: list[SeenModule]
+    branch_norm: SeenNorm | None, reader: SeenNorm | None, stream: Tensor, before: list[SeenNorm]
 ) -> Place:
     if branch_norm is not None:
         return "sandwich"
@@ -173,7 +187,7 @@ def _fit(total: Tensor, stream: Tensor, branch: Tensor) -> tuple[float, float] |
     return multiplier, left_over / max(scale, 1e-30)
 
 
-def linearise_norm(norm: SeenModule) -> LinearisedNorm:
+def linearise_norm(norm: SeenNorm) -> LinearisedNorm:
     """The norm frozen at its real input, its form (LayerNorm or RMSNorm, gain w or 1 + w) decided by what it returned.
 
     Raises

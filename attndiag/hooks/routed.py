@@ -124,7 +124,12 @@ def _positional_names(function: Callable) -> list[str]:
 
 def goes_through_interface(module: nn.Module) -> bool:
     """True when the module's own forward fetches its attention function from transformers' interface."""
-    for klass in type(module).__mro__:
+    return _class_goes_through_interface(type(module))
+
+
+@functools.cache
+def _class_goes_through_interface(kind: type[nn.Module]) -> bool:
+    for klass in kind.__mro__:
         if klass.__module__ == "transformers.modeling_utils":
             continue  # the base class of every model, which names the interface to check configurations
         for value in vars(klass).values():

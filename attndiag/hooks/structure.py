@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,25 +52,25 @@ def layer_of(name: str, module: nn.Module, model: nn.Module) -> int | None:
     return index if isinstance(index, int) else None
 
 
-def block_names(model: nn.Module) -> set[str]:
+def block_names(modules: Mapping[str, nn.Module]) -> set[str]:
     """Entries of module lists that hold something like attention: the blocks of the model."""
     names: set[str] = set()
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         if not looks_like_attention(module):
             continue
         parts = module_parts(name)
         for end in range(len(parts) - 1, 0, -1):
             # the attention module itself may be an entry; its block then is the one further out
-            parent = model.get_submodule(".".join(parts[: end - 1]))
+            parent = modules.get(".".join(parts[: end - 1]))
             if isinstance(parent, nn.ModuleList | nn.Sequential) and parts[end - 1].isdigit():
                 names.add(".".join(parts[:end]))
     return names
 
 
-def modules_to_trace(model: nn.Module) -> set[str]:
+def modules_to_trace(modules: Mapping[str, nn.Module]) -> set[str]:
     """Outermost attention-like modules of which no part fetches its function from transformers."""
     chosen: set[str] = set()
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         if _ATTENTION_LIKE.search(type(module).__name__) is None or name == "":
             continue
         if any(goes_through_interface(part) for part in module.modules()):
