@@ -56,9 +56,9 @@ class Averages:
     undefined: NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pair:
-    """A query, a key and a head on which weight and head contribution differ."""
+    """A query, a key and a head on which weight and head contribution differ, with the whole row behind them."""
 
     direction: str
     key_class: str
@@ -70,6 +70,8 @@ class Pair:
     row_written: float
     weight_share: float
     contribution_share: float
+    row_weight: Array
+    row_contribution: Array
 
     @property
     def difference(self) -> float:
@@ -406,6 +408,8 @@ def _strongest_pairs(view: _View) -> tuple[Pair, ...]:
                         float(row_written[head, query]),
                         float(weight_share[where]),
                         float(written_share[where]),
+                        view.weight[head, query].copy(),
+                        view.written[head, query].copy(),
                     )
                 )
     return tuple(pairs)

@@ -16,16 +16,18 @@ from __future__ import annotations
 import contextlib
 import csv
 import errno
+import gzip
 import io
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from attndiag.errors import RunFolderError
+from attndiag.runs.measures import MEASURES
 from attndiag.runs.schemas import SCHEMA_VERSION, TABLES, describe_columns, require_table
 
 if TYPE_CHECKING:
@@ -124,18 +126,26 @@ class RunFolder:
         Every table of the schema gets a Parquet and a CSV file, empty ones too. The shards are removed once everything
         is in place.
         """
-        for name in TABLES:
-            whole = tables.get(name)
-            self.write_table(self._merged(name), whole if whole is not None else self._from_shards(name))
-        self.export_csv()
+        self.merge_shards(tables)
         self._mark(self.about, finished=True)
         shards = self.path / "shards"
         with _explained(shards):
             if shards.is_dir():
                 shutil.rmtree(shards)
 
+    def merge_shards(self, tables: Mapping[str, pa.Table] | None = None) -> None:
+        """Write `tables/` from the shards that are there and from `tables`, which belong to the whole run.
+
+        In an unfinished run the shards stay the source: the next call merges again.
+        """
+        given = tables or {}
+        for name in TABLES:
+            whole = given.get(name)
+            self.write_table(self._merged(name), whole if whole is not None else self._from_shards(name))
+        self.export_csv()
+
     def export_csv(self) -> None:
-        """Each table as CSV (gzipped above 100,000 rows), and `columns.csv`, which says what the columns are."""
+        """Each table as CSV (gzipped above 100,000 rows); `columns.csv` and `measures.csv` say what is in them."""
         for name in TABLES:
             table = self.arrow(name)
             plain, packed = (self.path / "tables" / f"{name}.csv{end}" for end in ("", ".gz"))
@@ -144,6 +154,7 @@ class RunFolder:
             with _explained(other):
                 other.unlink(missing_ok=True)
         self.write_rows("tables/columns.csv", list(describe_columns()))
+        self.write_rows("tables/measures.csv", [asdict(measure) for measure in MEASURES.values()])
 
     def write_rows(self, relative: str, rows: list[dict[str, str]]) -> Path:
         """A small CSV file from dictionaries that share their keys."""
@@ -192,8 +203,7 @@ class RunFolder:
     def arrow(self, table: str) -> pa.Table:
         """The same as a pyarrow table."""
         require_table(table)
-        merged = self._merged(table)
-        return _read_parquet(merged) if merged.is_file() else self._from_shards(table)
+        return _read_parquet(self._merged(table)) if self.finished else self._from_shards(table)
 
     def done(self) -> list[str]:
         """Keys of the pieces of work that are completely written."""
@@ -235,13 +245,13 @@ def write_atomically(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
 
 
 def _write_csv(file: IO[bytes], table: pa.Table, packed: bool) -> None:
-    import pyarrow as pa
     import pyarrow.csv as pa_csv
 
     if not packed:
         pa_csv.write_csv(table, file)
         return
-    with pa.CompressedOutputStream(pa.PythonFile(file, mode="w"), "gzip") as stream:
+    # no time stamp inside, so that equal tables make equal files
+    with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=5, mtime=0) as stream:
         pa_csv.write_csv(table, stream)
 
 
@@ -266,7 +276,7 @@ def _load_marker(marker: Path) -> dict[str, Any]:
 
 
 # what a run puts into its folder; nothing else is ever removed
-_OURS = (MARKER, "shards", "tables", "figures", "report.html")
+_OURS = (MARKER, "shards", "tables", "summary", "figures", "report.html")
 
 
 def _clear(folder: Path, overwrite: bool) -> None:

@@ -241,7 +241,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | PromptError
                     yield (
                         reader.line_num,
                         PromptError(
-                            f"{len(cells)} cells under {len(header)} columns; quote cells that hold a comma or a line break"
+                            f"{len(cells)} cells under {len(header)} columns; quote cells with a comma or line break"
                         ),
                     )
                     continue

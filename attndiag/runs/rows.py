@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,20 @@ _SCORE_UNITS = {
     "contribution": "residual norm",
 }
 _PLACE = ("layer", "module")
+_HEAD_COLUMNS = ("kind", "head", "measure", "unit", "value", "n", "undefined", "certified", "error")
+_PAIR_COLUMNS = (
+    "direction",
+    "key_class",
+    "head",
+    "query_pos",
+    "key_pos",
+    "weight",
+    "head_contribution",
+    "row_written",
+    "weight_share",
+    "contribution_share",
+    "difference",
+)
 _HEADS_JOINED = '{"heads": "mean"}'
 
 
@@ -52,10 +66,7 @@ def token_rows(run: str, prompt: str, encoded: Encoded) -> pa.Table:
 
 def head_rows(run: str, prompt: str, calls: Sequence[CallMeasures]) -> pa.Table:
     """Every measure of every head, then of every layer."""
-    columns: dict[str, list[Any]] = {
-        name: []
-        for name in (*_PLACE, "kind", "head", "measure", "unit", "value", "n", "undefined", "certified", "error")
-    }
+    columns: dict[str, list[Any]] = {name: [] for name in (*_PLACE, *_HEAD_COLUMNS)}
     for call in calls:
         for of_head, group in ((True, call.per_head), (False, call.per_layer)):
             for name, found in group.items():
@@ -78,26 +89,56 @@ def _why(value: float) -> str | None:
     return None if np.isfinite(value) else "undefined in every row"
 
 
-def score_rows(run: str, prompt: str, calls: Sequence[CallMeasures]) -> pa.Table:
-    """What each source token gives the last query, by layer and method."""
-    columns: dict[str, list[Any]] = {
-        name: []
-        for name in (*_PLACE, "method", "params", "source_pos", "query_pos", "unit", "value", "certified", "error")
-    }
+def score_rows(run: str, prompt: str, calls: Sequence[CallMeasures], *, strongest: int) -> pa.Table:
+    """What each source token gives the last query, by layer; and the rows of heads behind the strongest pairs."""
+    parts: list[_Part] = []
     for call in calls:
         for method, values in call.last_query_scores.items():
-            size = len(values)
-            columns["method"] += [method] * size
-            columns["params"] += [None if method == "contribution" else _HEADS_JOINED] * size
-            columns["source_pos"] += list(range(size))
-            columns["query_pos"] += [call.last_query] * size
-            columns["layer"] += [call.layer] * size
-            columns["module"] += [call.module] * size
-            columns["unit"] += [_SCORE_UNITS[method]] * size
-            columns["value"] += values.tolist()
-            columns["certified"] += [call.certified] * size
-            columns["error"] += [None if np.isfinite(v) else "a head writes nothing into this query" for v in values]
-    return SCORES.table({"run": run, "prompt": prompt, **columns})
+            params = None if method == "contribution" else _HEADS_JOINED
+            parts.append(_Part(call, method, params, call.last_query, None, values))
+    told: set[tuple[str, int, int]] = set()
+    for group in strongest_pairs(calls, strongest).values():
+        for call, pair in group:
+            row = (call.module, pair.head, pair.query_pos)
+            if row in told:
+                continue
+            told.add(row)
+            parts.append(_Part(call, "weight", None, pair.query_pos, pair.head, pair.row_weight))
+            parts.append(_Part(call, "head_contribution", None, pair.query_pos, pair.head, pair.row_contribution))
+    sizes = [len(part.values) for part in parts]
+    values = np.concatenate([part.values for part in parts])
+
+    def spread(of_part: Callable[[_Part], Any]) -> list[Any]:
+        return [value for part, size in zip(parts, sizes, strict=True) for value in [of_part(part)] * size]
+
+    return SCORES.table(
+        {
+            "run": run,
+            "prompt": prompt,
+            "method": spread(lambda part: part.method),
+            "params": spread(lambda part: part.params),
+            "source_pos": np.concatenate([np.arange(size) for size in sizes]),
+            "query_pos": spread(lambda part: part.query),
+            "layer": spread(lambda part: part.call.layer),
+            "module": spread(lambda part: part.call.module),
+            "head": spread(lambda part: part.head),
+            "unit": spread(lambda part: _SCORE_UNITS[part.method]),
+            "value": values,
+            "certified": spread(lambda part: part.call.certified),
+            "error": [None if finite else "a head writes nothing into this query" for finite in np.isfinite(values)],
+        }
+    )
+
+
+class _Part(NamedTuple):
+    """One row of scores over the keys."""
+
+    call: CallMeasures
+    method: str
+    params: str | None
+    query: int
+    head: int | None
+    values: np.ndarray
 
 
 def check_rows(run: str, prompt: str, calls: Sequence[CallMeasures]) -> pa.Table:
@@ -113,15 +154,9 @@ def disagreement_rows(
     run: str, prompt: str, calls: Sequence[CallMeasures], encoded: Encoded, *, strongest: int
 ) -> pa.Table:
     """The strongest pairs of the prompt, `strongest` for each direction and class of key."""
-    groups: dict[tuple[str, str], list[tuple[CallMeasures, Pair]]] = {}
-    for call in calls:
-        for pair in call.pairs:
-            groups.setdefault((pair.direction, pair.key_class), []).append((call, pair))
     rows: list[dict[str, Any]] = []
-    for group in groups.values():
-        # ties in the order of calls and heads: sort is stable
-        group.sort(key=lambda found: -abs(found[1].difference))
-        for rank, (call, pair) in enumerate(group[:strongest], 1):
+    for group in strongest_pairs(calls, strongest).values():
+        for rank, (call, pair) in enumerate(group, 1):
             queries, keys = _texts_of(call, encoded)
             rows.append(
                 {
@@ -132,13 +167,26 @@ def disagreement_rows(
                     "certified": call.certified,
                     "query_token": _text_at(queries, pair.query_pos),
                     "key_token": _text_at(keys, pair.key_pos),
-                    "difference": pair.difference,
-                    **vars(pair),
+                    **{name: getattr(pair, name) for name in _PAIR_COLUMNS},
                 }
             )
     if not rows:
         return DISAGREEMENTS.empty()
     return DISAGREEMENTS.table({"run": run, "prompt": prompt, **{k: [row[k] for row in rows] for k in rows[0]}})
+
+
+def strongest_pairs(
+    calls: Sequence[CallMeasures], strongest: int
+) -> dict[tuple[str, str], list[tuple[CallMeasures, Pair]]]:
+    """For each direction and class of key, the `strongest` pairs of a prompt in falling order."""
+    groups: dict[tuple[str, str], list[tuple[CallMeasures, Pair]]] = {}
+    for call in calls:
+        for pair in call.pairs:
+            groups.setdefault((pair.direction, pair.key_class), []).append((call, pair))
+    # ties stay in the order of calls and heads
+    return {
+        name: sorted(group, key=lambda found: -abs(found[1].difference))[:strongest] for name, group in groups.items()
+    }
 
 
 def refusal_rows(run: str, prompt: str, refusals: Sequence[Refusal]) -> pa.Table:

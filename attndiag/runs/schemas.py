@@ -150,9 +150,7 @@ PROMPTS = TableSchema(
         Column("index", "int32", "position in the prompt set, from 0"),
         Column("cluster", "string", "template that the prompt was made from"),
         Column("text", "string", "as tokenised, after a chat template where one was used"),
-        Column(
-            "status", "string", "`ok`, `no_target` (measured, but the target is unusable) or `failed` (not measured)"
-        ),
+        Column("status", "string", "`ok`, `no_target` (measured, target unusable) or `failed` (not measured)"),
         Column("error", "string", "why the prompt or its target could not be used"),
         Column("n_tokens", "int32", "length in tokens"),
         Column("target", "string", "answer"),
@@ -190,7 +188,8 @@ TOKENS = TableSchema(
 
 SCORES = TableSchema(
     "scores",
-    "one row a number given to a source token by a method (here: what the last query receives, by layer)",
+    "one row a number given to a source token by a method: what the last query receives, by layer, and the rows of "
+    "single heads behind `disagreements`",
     (
         _RUN,
         _PROMPT,
@@ -219,7 +218,7 @@ HEADS = TableSchema(
         _MODULE,
         _CALL_KIND,
         Column("head", "int32", "query head; null for a measure of the whole layer"),
-        Column("measure", "string", "name of the measure; `columns.csv` lists them with unit and direction"),
+        Column("measure", "string", "name of the measure; `measures.csv` lists them with unit and direction"),
         Column("unit", "string", "unit of `value`"),
         Column("value", "float64", "the number; null where undefined"),
         Column("n", "int32", "rows (queries, keys) that it is an average of"),

@@ -57,7 +57,7 @@ class RunSettings:
     """
 
     calls: CallSettings = field(default_factory=CallSettings)
-    strongest: int = 10
+    strongest: int = 5
     seed: int = 0
 
 
@@ -288,7 +288,7 @@ def _tables(run_id: str, prompt: Prompt, measured: _Measured, settings: RunSetti
     if measured.calls and measured.encoded is not None:
         tables |= {
             "heads": head_rows(run_id, name, measured.calls),
-            "scores": score_rows(run_id, name, measured.calls),
+            "scores": score_rows(run_id, name, measured.calls, strongest=settings.strongest),
             "checks": check_rows(run_id, name, measured.calls),
             "disagreements": disagreement_rows(
                 run_id, name, measured.calls, measured.encoded, strongest=settings.strongest
