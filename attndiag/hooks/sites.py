@@ -151,13 +151,14 @@ class _BlockWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        names = block_names(model)
+        names = block_names(dict(model.named_modules()))
         self._blocks = sorted(name for name in names if not any(name.startswith(f"{outer}.") for outer in names))
         self._nested = names - set(self._blocks)
         self._handles: list[Any] = []
         self._inputs: dict[str, Tensor] = {}
         self._parts: dict[str, list[tuple[str, Tensor]]] = {}
         self._streams: dict[str, list[Tensor]] = {}
+        self._middle: dict[str, Tensor] = {}
         self._sums: dict[str, list[Tensor]] = {}
         self.mlp: dict[str, str] = {}
         self.place: dict[str, str] = {}
@@ -170,7 +171,7 @@ class _BlockWatch:
         """Hook every block and everything in it."""
         for name in self._blocks:
             block = self._model.get_submodule(name)
-            self._handles.append(block.register_forward_pre_hook(self._enter(name), with_kwargs=True))
+            self._handles.append(block.register_forward_pre_hook(self._enter(name)))
             for inner, part in block.named_modules():
                 if inner:
                     self._handles.append(part.register_forward_hook(self._keep(name, f"{name}.{inner}")))
@@ -192,16 +193,12 @@ class _BlockWatch:
             mid = site.resid_pre + site.multiplier * (
                 call.attn_out if site.branch_norm is None else site.branch_norm.output
             )
-            # only the last attention of the block is followed by the feed-forward branch
-            self._streams[block] = [mid]
-            self._sums[block] = []
-            self._parts[block] = []
+            # the capture reports when a block is left; its last attention is the one that the branch follows
+            self._middle[block] = mid
 
     def _enter(self, name: str) -> Any:
-        def hook(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-            hidden = first_tensor(args or tuple(kwargs.values()))
-            self._parts[name], self._sums[name] = [], []
-            self._streams[name] = [] if hidden is None else [hidden.clone()]
+        def hook(_module: nn.Module, _args: tuple) -> None:
+            self._parts[name], self._sums[name], self._streams[name] = [], [], []
 
         return hook
 
@@ -224,8 +221,10 @@ class _BlockWatch:
     def _leave(self, name: str) -> Any:
         def hook(_module: nn.Module, _args: tuple, output: Any) -> None:
             left = first_tensor(output)
+            middle = self._middle.pop(name, None)
             if left is not None:
-                found = _branch(self._parts[name], self._streams[name], [left, *self._sums[name]])
+                streams = [*([] if middle is None else [middle]), *self._streams[name]]
+                found = _branch(self._parts[name], streams, [left, *self._sums[name]])
                 if found is not None:
                     self.mlp[name] = found
             del self._parts[name], self._streams[name], self._sums[name]
