@@ -35,7 +35,8 @@ from attndiag.hooks.traced import TracedSoftmax, watching_softmax
 from attndiag.models.load import LoadedModel
 from attndiag.models.projections import is_linear_like
 
-_CACHES = ("past_key_values", "past_key_value", "cache", "layer_past")
+CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value", "layer_past")
+"""What families call their key/value cache; the first two are model arguments."""
 
 
 _sessions: list[_Session] = []
@@ -159,7 +160,7 @@ class _Session:
             attention.register_forward_pre_hook(self._before_attention, with_kwargs=True, prepend=True)
         )
         self._handles.append(attention.register_forward_hook(self._after_attention, always_call=True))
-        if site.attention in modules_to_trace(self._model):
+        if site.attention in modules_to_trace(dict(self._model.named_modules())):
             # entered before and left after any capture's watch, whichever context was opened first
             self._handles.append(
                 attention.register_forward_pre_hook(self._start_tracing, with_kwargs=True, prepend=True)
@@ -213,7 +214,7 @@ class _Session:
         for name in ("attention_mask", "decoder_attention_mask"):
             mask = given.get(name)
             self._masks[name] = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
-        cache = given.get("past_key_values")
+        cache = next((given[name] for name in CACHE_ARGUMENTS if given.get(name) is not None), None)
         self._past = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
         self._running, self._calls = True, {}
         self._unproved.clear()
@@ -237,7 +238,7 @@ class _Session:
         returned = first_tensor(output)
         if not mine or returned is None or self._silent() or any(_carries(returned, each.z) for each in mine):
             return
-        given = {key: value for key, value in self._arguments[name].items() if key not in _CACHES}
+        given = {key: value for key, value in self._arguments[name].items() if key not in CACHE_ARGUMENTS}
         with edits_paused(), torch.no_grad():
             unedited = first_tensor(module(**given))
         if unedited is None or torch.equal(unedited, returned):
