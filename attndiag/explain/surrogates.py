@@ -100,7 +100,7 @@ class _WeightedLinear(Model):
 
     def fit(self, train_data: DataLoader, **_kwargs: object) -> None:  # type: ignore[override]
         """Solve for the coefficients; the intercept is never shrunk."""
-        x, y, weight = (torch.cat(parts).double() for parts in zip(*train_data, strict=True))
+        x, y, weight = (torch.cat(parts).cpu().double() for parts in zip(*train_data, strict=True))
         if self._exact_ends:
             full, empty, x, y, weight = y[0], y[1], x[2:], y[2:], weight[2:]
             # the last coefficient is what the others leave of full - empty
