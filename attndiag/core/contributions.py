@@ -284,7 +284,7 @@ def alti(
     Returns
     -------
     shares : [batch, query_pos, key_pos] in [0, 1], rows sum to 1; nan with an `UndefinedScoreWarning` where a row of
-        `raw` is all zero.
+        `raw` is all zero: nothing was written, or the bias outweighs every part so that none brings the rest closer.
     raw : [batch, query_pos, key_pos], non-negative, in 1-norms of the output.
 
     Raises
