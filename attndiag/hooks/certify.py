@@ -89,8 +89,8 @@ def certify(call: AttentionCall, rows: int | None = None) -> Certificate:
     """Measure a call's certificate over all query rows, or over `rows` of them spread evenly (first and last kept)."""
     chosen = None
     if rows is not None and rows < call.n_queries:
-        steps = torch.linspace(0, call.n_queries - 1, rows, device=call.z.device)
-        chosen = steps.round().long().unique()
+        last = call.n_queries - 1
+        chosen = torch.tensor(sorted({round(step * last / (rows - 1)) for step in range(rows)}), device=call.z.device)
     with torch.no_grad():
         return _measure(call, chosen)
 
