@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attndiag.explain.contributions import contributions
+    from attndiag.explain.edge_truth import edge_effects
     from attndiag.explain.target import score
     from attndiag.hooks.capture_context import capture
     from attndiag.hooks.edit_kinds import (
@@ -44,6 +45,7 @@ _HOME = {
     "ValueZeroing": "attndiag.hooks.edit_kinds",
     "capture": "attndiag.hooks.capture_context",
     "contributions": "attndiag.explain.contributions",
+    "edge_effects": "attndiag.explain.edge_truth",
     "edit": "attndiag.hooks.edits",
     "load": "attndiag.models.load",
     "read_prompts": "attndiag.runs.prompt_files",
@@ -64,6 +66,7 @@ __all__ = [
     "__version__",
     "capture",
     "contributions",
+    "edge_effects",
     "edit",
     "load",
     "read_prompts",
