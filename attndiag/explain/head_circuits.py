@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from attndiag.core.circuits import copying_score, embedding_circuit, fold_norm
+from attndiag.core.norms import LinearisedNorm
 from attndiag.errors import NotApplicableError, UnsupportedModelError
 from attndiag.hooks.capture_context import capture
 from attndiag.hooks.record import AttentionCall
-from attndiag.hooks.residual import SeenModule, linearise_norm
+from attndiag.hooks.residual import SeenNorm, linearise_norm
 from attndiag.models.access import evaluating, input_embedding
 from attndiag.models.load import LoadedModel
 from attndiag.models.projections import is_linear_like
@@ -29,13 +30,28 @@ from attndiag.models.projections import is_linear_like
 Key = tuple[str, int, int | None]
 
 
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """One call of a linear map or norm: what it read and wrote, and its place in the order of events."""
+
+    name: str
+    module: nn.Module
+    input: Tensor
+    output: Tensor
+    order: int
+
+    def linearised(self) -> LinearisedNorm:
+        """A norm frozen at what it read."""
+        return linearise_norm(SeenNorm(self.name, self.module, self.input, self.order))
+
+
 @dataclass(eq=False)
 class _Forward:
     """What one forward showed: its attention calls, and the linear maps and norms with what they read and wrote."""
 
     calls: list[AttentionCall] = field(default_factory=list)
-    linear: list[SeenModule] = field(default_factory=list)
-    norms: list[SeenModule] = field(default_factory=list)
+    linear: list[_Seen] = field(default_factory=list)
+    norms: list[_Seen] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +101,11 @@ def output_value_circuits(lm: LoadedModel, tokens: Tensor) -> dict[Key, Circuit 
 def _run(lm: LoadedModel, tokens: Tensor) -> _Forward:
     seen = _Forward()
 
-    def watch(name: str, kept: list[SeenModule]) -> Any:
+    def watch(name: str, kept: list[_Seen]) -> Any:
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
             if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
                 order = len(seen.linear) + len(seen.norms)
-                kept.append(SeenModule(name, module, args[0].detach(), output.detach(), order))
+                kept.append(_Seen(name, module, args[0].detach(), output.detach(), order))
 
         return hook
 
@@ -125,7 +141,7 @@ def _embedding_circuit(lm: LoadedModel, seen: _Forward) -> Tensor:
         raise NotApplicableError("something other than one norm stands between the last block and the unembedding")
     w_u = _matrix(read.module)
     if norm is not None:
-        linear = linearise_norm(norm)
+        linear = norm.linearised()
         w_u = fold_norm(w_u, linear.gain.to(w_u.dtype), centre=linear.centre)
     w_e = embedding.weight.detach().double()
     if w_e.shape[1] != w_u.shape[0]:
@@ -146,7 +162,7 @@ def _value_weights(call: AttentionCall, seen: _Forward) -> Tensor:
         norm = _norm_before(item, seen)
         if norm is None or call.site.place == "post":
             raise NotApplicableError("no norm stands right before its W_V (a post-norm block): not the direct path")
-        linear = linearise_norm(norm)
+        linear = norm.linearised()
         matrix = _matrix(item.module)[:, columns]
         folded = fold_norm(matrix, linear.gain.to(matrix.dtype), centre=linear.centre)
         return folded.unflatten(1, (call.n_kv_heads, -1)).transpose(0, 1)
@@ -166,14 +182,14 @@ def _output_weights(call: AttentionCall) -> Tensor:
     return w_o * site.multiplier
 
 
-def _norm_before(reader: SeenModule, seen: _Forward) -> SeenModule | None:
+def _norm_before(reader: _Seen, seen: _Forward) -> _Seen | None:
     """The last norm before a linear map that wrote what the map reads."""
     return next(
         (norm for norm in reversed(seen.norms) if norm.order < reader.order and _same(norm.output, reader.input)), None
     )
 
 
-def _inside(item: SeenModule, block: str) -> bool:
+def _inside(item: _Seen, block: str) -> bool:
     return item.name.startswith(f"{block}.")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,14 @@ class HeadHistory:
             ]
         return phase_window(self.steps, gain, low=low, high=high)
 
+    def set_curve(self, way: str = "zero") -> list[float]:
+        """Effect of ablating the heads above the threshold together, nats; nan at steps where no head is above it."""
+        curve = []
+        for table in self.tables:
+            found = [item.effect for item in table.sets if item.name != "random" and item.way == way]
+            curve.append(found[0] if found else torch.nan)
+        return curve
+
     def to_frame(self) -> pd.DataFrame:
         """The tidy tables of all steps, one under the other, with a column `step` in front."""
         import pandas as pd
@@ -118,11 +126,14 @@ def heads_over_checkpoints(
     model: str | None = None,
     tokenizer: Any = None,
     probes: Sequence[str] = ("induction", "previous"),
+    ablate: int = 0,
     rows: int = 32,
     length: int = 50,
     seed: int = 0,
     bos: bool | None = None,
     texts: Sequence[str] | None = None,
+    threshold: float = 0.4,
+    ablation_rows: int = 4,
     losses_on: Tensor | None = None,
     early: int | tuple[int, int] = 50,
     late: int | tuple[int, int] = 500,
@@ -136,7 +147,8 @@ def heads_over_checkpoints(
         `step1000`). A source is whatever `attndiag.load` takes.
     model : a hub id; the sources are then its revisions.
     tokenizer : for all checkpoints, where they bring none.
-    probes, rows, length, seed, bos, texts : as in `heads`, the same for all checkpoints.
+    probes, ablate, rows, length, seed, bos, texts, threshold, ablation_rows : as in `heads`, the same for all
+        checkpoints.
     losses_on : [row, position] token ids on which the in-context-learning score is measured too, between the
         positions `early` and `late`; it appears as the fact `icl_score`.
     progress : called with (what is being done, checkpoints done, checkpoints in all).
@@ -157,10 +169,21 @@ def heads_over_checkpoints(
                 f"the checkpoint at step {step} is {_difference(found, form)}; a history needs checkpoints of one run"
             )
         form = found
-        table = heads(lm, probes=probes, rows=rows, length=length, seed=seed, bos=bos, texts=texts)
+        table = heads(
+            lm,
+            probes=probes,
+            ablate=ablate,
+            rows=rows,
+            length=length,
+            seed=seed,
+            bos=bos,
+            texts=texts,
+            threshold=threshold,
+            ablation_rows=ablation_rows,
+        )
         if losses_on is not None:
             score = icl_score(_losses(lm, losses_on), early=early, late=late).mean().item()
-            table = HeadTable(table.scores, table.not_measurable, {**table.facts, "icl_score": score})
+            table = replace(table, facts={**table.facts, "icl_score": score})
         tables.append(table)
         if progress is not None:
             progress(f"heads at step {step}", index + 1, len(given))

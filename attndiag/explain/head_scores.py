@@ -28,24 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attndiag.core.attention import forbidden_entries
-from attndiag.core.head_outputs import dormant_heads, head_output_norm, head_similarity, value_drain
-from attndiag.core.heads import (
-    MassScore,
-    current_token_score,
-    duplicate_token_score,
-    earlier_followers,
-    entropy_score,
-    mass_on,
-    prefix_matching_score,
-    previous_token_score,
-    sink_rate,
-)
 from attndiag.core.probes import SHORTEST
 from attndiag.errors import NotApplicableError, UndefinedScoreWarning, UnsupportedModelError
+from attndiag.explain.head_ablation import WAYS, Head, NamedSet, Way, ablate_sets, copy_losses, random_sets
 from attndiag.explain.head_circuits import output_value_circuits
 from attndiag.explain.head_inputs import HeadInput, induction_input, text_input, trained_context
-from attndiag.explain.head_table import HeadTable, Measure, NotMeasurable, Rows, labels_of
+from attndiag.explain.head_measures import MEASURES, ON_TOKENS, ON_WEIGHTS, PROBES, View, measures
+from attndiag.explain.head_table import HeadTable, NotMeasurable, Rows, SetEffect, labels_of
 from attndiag.hooks.capture_context import capture
 from attndiag.hooks.record import AttentionCall
 from attndiag.models.access import evaluating
@@ -53,71 +42,61 @@ from attndiag.models.load import LoadedModel, load
 
 Progress = Callable[[str, int, int], None]
 Key = tuple[str, int, int | None]
-Found = tuple[str, Tensor, dict[str, Tensor]]
-
-MEASURES = {
-    measure.name: measure
-    for measure in (
-        Measure("prefix_matching_score", "mass", "induction"),
-        Measure("duplicate_token_score", "mass", "duplicate"),
-        Measure("previous_token_score", "mass", "previous"),
-        Measure("current_token_score", "mass", "current"),
-        Measure("sink_mass", "mass", "sink"),
-        Measure("sink_contribution_share", "share", "sink"),
-        Measure("sink_norm_ratio", "ratio", "sink"),
-        Measure("sink_rate", "share of heads", "sink", axes=("layer",)),
-        Measure("entropy", "nats", "entropy"),
-        Measure("effective_support", "keys", "entropy"),
-        Measure("relative_output_norm", "ratio", "output"),
-        Measure("redundancy", "cosine", "redundancy", signed=True, axes=("layer", "head", "other_head")),
-        Measure("largest_similarity", "cosine", "redundancy", signed=True),
-        Measure("copying_score", "share", "copying", signed=True),
-    )
-}
-PROBES = tuple(dict.fromkeys(measure.probe for measure in MEASURES.values()))
-ON_TOKENS = ("induction", "duplicate")
-ON_WEIGHTS = ("copying",)
+EFFECTS: dict[Way, str] = dict(
+    zip(WAYS, ("ablation_effect", "mean_ablation_effect", "ablation_effect_patterns_kept"), strict=True)
+)
+RANDOM_SETS = 20
 
 
 def heads(
     lm: LoadedModel | nn.Module,
     *,
     probes: Sequence[str] = ("induction", "previous"),
+    ablate: int = 0,
     rows: int = 64,
     length: int = 50,
     seed: int = 0,
     bos: bool | None = None,
     texts: Sequence[str] | None = None,
+    threshold: float = 0.4,
+    ablation_rows: int = 4,
     progress: Progress | None = None,
 ) -> HeadTable:
-    """Scores of every attention head.
+    """Scores of every attention head, and the effect of taking the strongest induction heads away.
 
     Parameters
     ----------
     lm : a loaded model or any module that reads token ids.
     probes : out of `induction duplicate previous current sink entropy output redundancy copying`.
+    ablate : how many heads, the highest prefix-matching scores first, are taken away one at a time; with any, the set
+        above `threshold` as well, together, and 20 random sets of its size. See `explain.head_ablation`.
     rows : random rows of the induction probe (and of the text probes for a model without a tokenizer).
     length : tokens a copy; shortened to what the trained context and the sliding window allow, which `facts` says.
     seed : of the random rows.
     bos : put BOS before random rows. None: where the model has one.
     texts : for the text probes; built-in English paragraphs by default.
-    progress : called with (what is being done, batches done, batches in all).
+    threshold : prefix-matching score above which a head belongs to the set that is ablated together.
+    ablation_rows : rows of the induction probe on which effects are measured.
+    progress : called with (what is being done, steps done, steps in all).
 
     Returns
     -------
-    `HeadTable`. Masses in [0, 1] with baseline, sink mass and interval over rows beside them.
+    `HeadTable`. Masses in [0, 1] with baseline, sink mass and interval over rows beside them; effects in nats,
+    positive where the head helped, in `scores`, those of sets in `sets`.
 
     Raises
     ------
-    NotApplicableError : an unknown probe.
+    NotApplicableError : an unknown probe, or ablations without the probe `induction`.
     UnsupportedModelError : the model reads no token ids.
     NothingCapturedError : the model has no attention that can be captured.
     """
     unknown = [probe for probe in probes if probe not in PROBES]
     if unknown or not probes:
         raise NotApplicableError(f"unknown probes {unknown}; choose out of {', '.join(PROBES)}")
-    if rows < 1:
-        raise NotApplicableError(f"rows is {rows}; expected at least 1")
+    if rows < 1 or ablation_rows < 1:
+        raise NotApplicableError(f"rows is {rows} and ablation_rows {ablation_rows}; expected at least 1")
+    if ablate and "induction" not in probes:
+        raise NotApplicableError('effects are measured on the induction probe; add "induction" to probes, or ablate=0')
     loaded = lm if isinstance(lm, LoadedModel) else load(lm)
     survey = _survey(loaded)
     run = _Run(loaded, survey, tuple(probes), progress)
@@ -129,6 +108,8 @@ def heads(
                 loaded, rows=rows, length=length, seed=seed, window=_narrowest(survey, on_tokens, run), bos=bos
             )
             run.measure(on_tokens, make)
+        if ablate:
+            run.ablate(ablate, threshold, ablation_rows, seed)
         if on_text:
             run.measure(on_text, lambda: text_input(loaded, texts, rows=rows, length=2 * length, seed=seed, bos=bos))
         if "copying" in probes:
@@ -189,6 +170,8 @@ class _Run:
         self.failures: dict[Key, tuple[str, ...]] = {}
         self.certified: set[Key] = set()
         self.losses: dict[str, list[Tensor]] = {}
+        self.induction: HeadInput | None = None
+        self.sets: list[SetEffect] = []
 
     def refuse(self, probe: str, reason: str, key: Key | None = None) -> None:
         """Note once why a probe has no number for a layer, or for the whole model."""
@@ -209,6 +192,8 @@ class _Run:
         for probe in probes:
             self.inputs[probe] = given.about
         if given.probe is not None:
+            self.induction = given
+            self.inputs["ablation"] = given.about
             self.facts |= {"length": given.probe.length, "rows": len(given), "bos": given.probe.bos}
         batches = list(given.batches(self.lm))
         for index, batch in enumerate(batches):
@@ -254,11 +239,11 @@ class _Run:
             for probe in probes:
                 self.refuse(probe, "its queries are not the tokens of the input", key)
             return
-        view = _View(call, batch)
+        view = View(call, batch)
         for probe in probes:
             with self._explaining_gaps(probe, key):
                 try:
-                    for name, values, beside in _measures(probe, view):
+                    for name, values, beside in measures(probe, view):
                         self.collect(name, key, values, **beside)
                 except (NotApplicableError, UnsupportedModelError) as error:
                     self.refuse(probe, str(error), key)
@@ -266,16 +251,64 @@ class _Run:
     def _note_losses(self, output: Any, batch: HeadInput) -> None:
         """Losses of the two copies, for models whose output is a prediction of the next token."""
         logits = getattr(output, "logits", None)
-        probe = batch.probe
-        if probe is None or not isinstance(logits, Tensor) or logits.shape[:2] != batch.tokens.shape:
+        if batch.probe is None or not isinstance(logits, Tensor) or logits.shape[:2] != batch.tokens.shape:
             return
         if logits.shape[-1] < self.lm.vocabulary or "prefix_matching_score" not in self.rows:
             return
-        targets = batch.tokens.to(logits.device)[:, 1:]
-        losses = nn.functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), targets, reduction="none").cpu()
-        for name, mask in (("first_copy_loss", probe.first_copy), ("second_copy_loss", probe.scored_losses)):
-            kept = mask[:, 1:]
-            self.losses.setdefault(name, []).append((losses * kept).sum(dim=1).double() / kept.sum(dim=1))
+        for name, rows in zip(("first_copy_loss", "second_copy_loss"), copy_losses(logits, batch), strict=True):
+            self.losses.setdefault(name, []).append(rows)
+
+    def ablate(self, count: int, threshold: float, rows: int, seed: int) -> None:
+        """Effects of the heads with the highest prefix-matching scores, one at a time and together."""
+        if not self.losses or self.induction is None:
+            self.refuse("ablation", "there are no losses of the induction probe: no causal language model was measured")
+            return
+        ranked = self._ranking()
+        place = {head: key for head, key, _ in ranked}
+        single = [head for head, _, _ in ranked[:count]]
+        together = tuple(sorted(head for head, _, score in ranked if score > threshold))
+        plan = [NamedSet("single", (head,), way) for head in single for way in WAYS]
+        if together:
+            plan += [NamedSet(f"above {threshold}", together, way) for way in WAYS]
+            others = [head for head in place if head not in together]
+            if len(others) < len(together):
+                self.refuse("ablation", f"no random sets: only {len(others)} heads are not above {threshold}")
+            else:
+                plan += [
+                    NamedSet("random", some, "zero") for some in random_sets(others, len(together), RANDOM_SETS, seed)
+                ]
+        progress = self.progress
+        try:
+            found = ablate_sets(
+                self.lm,
+                self.induction.take(slice(rows)),
+                plan,
+                progress=None if progress is None else lambda done, total: progress("ablations", done, total),
+            )
+        except (NotApplicableError, UnsupportedModelError) as error:
+            self.refuse("ablation", str(error))
+            return
+        self.sets += [SetEffect.of(item) for item in found if item.name != "single"]
+        for way, name in EFFECTS.items():
+            one = {item.heads[0]: item for item in found if item.name == "single" and item.way == way}
+            for key in dict.fromkeys(place[head] for head in one):
+                n_heads = self.rows["prefix_matching_score"].values[key][0].shape[1]
+                mine = {head: item for (_, head), item in one.items() if place[item.heads[0]] == key}
+                missing = torch.full_like(next(iter(mine.values())).effect, torch.nan)
+                effect, control = (
+                    torch.stack([getattr(mine[h], kind) if h in mine else missing for h in range(n_heads)], dim=1)
+                    for kind in ("effect", "first_copy_effect")
+                )
+                self.collect(name, key, effect, first_copy_effect=control)
+
+    def _ranking(self) -> list[tuple[Head, Key, float]]:
+        """Heads by prefix-matching score, highest first: (layer number, head), where it sits, score."""
+        found: list[tuple[Head, Key, float]] = []
+        for key, batches in self.rows["prefix_matching_score"].values.items():
+            if key[2] is not None:
+                means = torch.cat(batches).mean(dim=0).tolist()
+                found += [((key[2], head), key, score) for head, score in enumerate(means) if score == score]
+        return sorted(found, key=lambda item: -item[2])
 
     def table(self) -> HeadTable:
         """Everything collected, as a table."""
@@ -290,123 +323,4 @@ class _Run:
                 scores[name] = dataclasses.replace(made, failures=failures)
         facts = self.facts | {name: torch.cat(rows).mean().item() for name, rows in self.losses.items()}
         missing = tuple(NotMeasurable(probe, layer, reason) for (probe, layer), reason in self.reasons.items())
-        return HeadTable(scores, missing, facts)
-
-
-class _View:
-    """One call with the masks of its batch: what the measures are made from."""
-
-    def __init__(self, call: AttentionCall, batch: HeadInput) -> None:
-        self.call, self.batch = call, batch
-        self.pattern = call.pattern
-        self.tokens = batch.tokens.to(self.pattern.device)
-        self.valid = batch.valid.to(self.pattern.device)
-        self.queries = batch.queries.to(self.pattern.device)
-        self.sinks = batch.sinks.to(self.pattern.device)
-        self.second_copy = None if batch.probe is None else batch.probe.second_copy.to(self.pattern.device)
-        self.self_attention = call.kind == "self" and call.n_queries == call.n_keys == batch.tokens.shape[1]
-
-    def require_positions(self) -> None:
-        """Scores of token positions need queries and keys on one axis."""
-        if not self.self_attention:
-            raise NotApplicableError("its keys come from another sequence, so no key is an earlier token of the query")
-
-    @property
-    def allowed(self) -> Tensor:
-        """[batch, query, key] bool: keys that some head may see, padding left out."""
-        call, n_q, n_k = self.call, self.call.n_queries, self.call.n_keys
-        seen = torch.ones(1, n_q, n_k, dtype=torch.bool, device=self.pattern.device)
-        if call.is_causal:
-            seen = seen.tril()
-        elif call.mask is not None:
-            mask = call.mask if call.mask.dtype == torch.bool else ~forbidden_entries(call.mask)
-            while mask.ndim < 4:
-                mask = mask[None]
-            seen = mask.any(dim=1).expand(-1, n_q, n_k)
-        if call.route == "traced":
-            # a traced softmax may have been masked by other means: the weights themselves tell
-            seen = seen & (self.pattern != 0).any(dim=1)
-        seen = seen.expand(self.pattern.shape[0], -1, -1)
-        return seen & self.valid[:, None, :] if self.self_attention else seen
-
-    @property
-    def written(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Pattern, v and W_O, for measures of what heads write."""
-        if self.call.output_gate is not None:
-            raise NotApplicableError(
-                "an elementwise gate stands between the heads and W_O, so what a key writes depends on the query"
-            )
-        return self.pattern, self.call.v.detach(), self.call.w_o
-
-
-def _measures(probe: str, view: _View) -> Iterator[Found]:
-    """(measure, [row, head, ...], what stands beside it) of one probe on one call."""
-    if probe == "induction":
-        yield _mass("prefix_matching_score", _prefix_matching(view))
-    elif probe == "duplicate":
-        view.require_positions()
-        _require_causal(view)
-        masses = duplicate_token_score(
-            view.pattern, view.tokens, queries=view.second_copy, allowed=view.allowed, sinks=view.sinks
-        )
-        yield _mass("duplicate_token_score", masses)
-    elif probe in ("previous", "current"):
-        view.require_positions()
-        score = previous_token_score if probe == "previous" else current_token_score
-        masses = score(view.pattern, queries=view.queries, allowed=view.allowed, sinks=view.sinks)
-        yield _mass(f"{probe}_token_score", masses)
-    elif probe == "sink":
-        view.require_positions()
-        yield from _sink_measures(view)
-    elif probe == "entropy":
-        spread = entropy_score(view.pattern, queries=view.queries, allowed=view.allowed)
-        yield "entropy", spread.entropy, {"baseline": spread.uniform_entropy}
-        yield "effective_support", spread.effective_support, {}
-    elif probe == "output":
-        norms = head_output_norm(*view.written, queries=view.queries)
-        yield "relative_output_norm", dormant_heads(norms)[1], {}
-    elif probe == "redundancy":
-        similarity = head_similarity(*view.written, queries=view.queries)
-        yield "redundancy", similarity, {}
-        if similarity.shape[-1] > 1:
-            own = torch.eye(similarity.shape[-1], dtype=torch.bool, device=similarity.device)
-            others = similarity.masked_fill(own, -torch.inf).nan_to_num(nan=-torch.inf).amax(dim=-1)
-            yield "largest_similarity", others.masked_fill(others.isinf(), torch.nan), {}
-
-
-def _mass(name: str, masses: MassScore) -> Found:
-    beside = {"baseline": masses.baseline, "sink_mass": masses.sink_mass, "outside_mass": masses.outside_mass}
-    return name, masses.score, beside
-
-
-def _prefix_matching(view: _View) -> MassScore:
-    view.require_positions()
-    _require_causal(view)
-    followers = earlier_followers(view.tokens)
-    reachable = (followers & view.allowed).any(dim=-1)
-    if not bool(reachable[view.queries].all()):
-        text = "" if view.call.window is None else f" (window of {view.call.window} keys)"
-        raise NotApplicableError(f"the first copy is out of reach of the second{text}; ask for a smaller length")
-    return prefix_matching_score(
-        view.pattern, view.tokens, queries=view.queries, allowed=view.allowed, sinks=view.sinks
-    )
-
-
-def _require_causal(view: _View) -> None:
-    """Whether the future is hidden is read off the mask and the weights, not off the model's class."""
-    future = torch.ones(view.pattern.shape[2:], dtype=torch.bool, device=view.pattern.device).triu(diagonal=1)
-    if bool((view.allowed & future).any()) and bool((view.pattern * future).any()):
-        raise NotApplicableError(
-            "its attention is not causal: the first copy sees the second, so nothing has to be found again"
-        )
-
-
-def _sink_measures(view: _View) -> Iterator[Found]:
-    queries, sinks = view.queries, view.sinks
-    keys = sinks[:, None, :].expand_as(view.allowed)
-    on_sinks = mass_on(view.pattern, keys, queries=queries, allowed=view.allowed)
-    yield "sink_mass", on_sinks.score, {"baseline": on_sinks.baseline, "outside_mass": on_sinks.outside_mass}
-    yield "sink_rate", sink_rate(view.pattern, queries=queries)[0], {}
-    drain = value_drain(*view.written, queries=queries, sinks=sinks, keys=view.valid)
-    yield "sink_contribution_share", drain.contribution_share, {"sink_mass": drain.weight_share}
-    yield "sink_norm_ratio", drain.norm_ratio, {}
+        return HeadTable(scores, missing, facts, tuple(self.sets))

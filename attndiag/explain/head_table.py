@@ -16,7 +16,7 @@ from attndiag.scores import Scores
 if TYPE_CHECKING:
     import pandas as pd
 
-BESIDE = ("low", "high", "baseline", "sink_mass", "outside_mass")
+BESIDE = ("low", "high", "baseline", "sink_mass", "outside_mass", "first_copy_effect")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,35 @@ class NotMeasurable:
     reason: str
 
 
+@dataclass(frozen=True)
+class SetEffect:
+    """Effect of heads that were taken away together.
+
+    Parameters
+    ----------
+    name : what the set is.
+    heads : (layer, head) pairs.
+    way : how, see `explain.head_ablation`.
+    effect, low, high : rise of the second-copy loss in nats, mean over rows and its 95 % interval.
+    first_copy_effect : the same on the first copy.
+    """
+
+    name: str
+    heads: tuple[tuple[int, int], ...]
+    way: str
+    effect: float
+    low: float
+    high: float
+    first_copy_effect: float
+
+    @classmethod
+    def of(cls, found: Any) -> SetEffect:
+        """From an `Ablation`, which holds the effects of single rows."""
+        mean, half = found.effect.mean().item(), half_width(found.effect).item()
+        control = found.first_copy_effect.mean().item()
+        return cls(found.name, found.heads, found.way, mean, mean - half, mean + half, control)
+
+
 @dataclass(frozen=True, eq=False)
 class HeadTable:
     """Measures of every head of a model.
@@ -46,11 +75,13 @@ class HeadTable:
         probe rows; `baseline`, `sink_mass` and `outside_mass` of the same queries where the measure has them.
     not_measurable : what is missing and why.
     facts : about the whole run: probe length, rows, BOS policy, losses of the first and second copy (nats), ...
+    sets : effects of sets of heads that were ablated together; random sets of the same size are named `random`.
     """
 
     scores: Mapping[str, Scores]
     not_measurable: tuple[NotMeasurable, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    sets: tuple[SetEffect, ...] = ()
 
     def __getitem__(self, name: str) -> Scores:
         if name in self.scores:
@@ -114,6 +145,13 @@ class HeadTable:
         self[name]
         return self.to_frame().dropna(subset=[name]).nlargest(count, name).reset_index(drop=True)
 
+    def sets_frame(self) -> pd.DataFrame:
+        """One row for each set of heads that was ablated together."""
+        import pandas as pd
+
+        columns = ["name", "heads", "way", "effect", "low", "high", "first_copy_effect"]
+        return pd.DataFrame([vars(item) for item in self.sets], columns=columns)
+
     def __repr__(self) -> str:
         missing = f"; {len(self.not_measurable)} not measurable" if self.not_measurable else ""
         return f"HeadTable({', '.join(self.scores)}{missing})"
@@ -152,7 +190,7 @@ class Rows:
         for layer, batches in self.values.items():
             rows = torch.cat(batches)
             means[layer] = rows.mean(dim=0)
-            spread[layer] = _half_width(rows)
+            spread[layer] = half_width(rows)
         values = _stacked(means, layers)
         half = _stacked(spread, layers)
         checks: dict[str, Any] = {"low": values - half, "high": values + half}
@@ -182,7 +220,8 @@ def labels_of(keys: Sequence[tuple[str, int, int | None]]) -> dict[tuple[str, in
     return {key: f"{key[0]}#{key[1]}" if key[0] in repeated else key[0] for key in keys}
 
 
-def _half_width(rows: Tensor) -> Tensor:
+def half_width(rows: Tensor) -> Tensor:
+    """Half the 95 % interval of a mean over rows, t s.e.; nan for a single row."""
     from scipy.stats import t
 
     count = rows.shape[0]

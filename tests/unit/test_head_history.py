@@ -34,6 +34,19 @@ def test_the_phase_change_of_the_shipped_series():
         history.curve("prefix_matching_score", (2, 0))
 
 
+def test_effects_follow_the_phase_change():
+    series = load_series()
+    steps = (300, 550, 900)
+    history = heads_over_checkpoints([(s, series.at(s)) for s in steps], rows=8, ablate=8)
+    together = history.set_curve()
+    assert math.isnan(together[0])  # no head is above the threshold before the rise
+    assert together[2] > 4 > together[1] > 0.5
+    before, _, after = history.curve("ablation_effect")
+    assert before < 0.5 and after > 3  # the previous-token head alone costs nearly everything
+    kept = history.curve("ablation_effect_patterns_kept", (0, 3))
+    assert history.curve("ablation_effect", (0, 3))[2] > 3 and abs(kept[2]) < 0.5
+
+
 def test_folders_pairs_and_the_in_context_learning_score(tmp_path):
     series = load_series()
     words = Tokenizer(models.WordLevel(vocab={"<bos>": 0, **{f"t{i}": i for i in range(1, 64)}}, unk_token="t63"))

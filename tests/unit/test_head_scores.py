@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from attndiag.core.probes import repeated_random_tokens
 from attndiag.errors import NotApplicableError, UnsupportedModelError
 from attndiag.explain.head_inputs import plain_texts
 from attndiag.explain.head_scores import MEASURES, PROBES, heads
@@ -174,7 +175,8 @@ def test_every_measure_of_a_sandwich_norm_model_is_found():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         table = heads(loud_gemma2().model, probes=PROBES, rows=3, length=7)
-    assert set(table.scores) == set(MEASURES) and not table.not_measurable
+    expected = {name for name, measure in MEASURES.items() if measure.probe in PROBES}
+    assert set(table.scores) == expected and not table.not_measurable
     assert all(scores.values.isfinite().all() for scores in table.scores.values())
 
 
@@ -282,3 +284,75 @@ def test_a_model_is_left_as_it_was(tiny_llama):
     assert tiny_llama.training and all(module.training for module in tiny_llama.modules())
     assert all(torch.equal(weight, before[name]) for name, weight in tiny_llama.state_dict().items())
     assert hooks == sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in tiny_llama.modules())
+
+
+@pytest.mark.parametrize("build", [induction_gpt2, induction_llama])
+def test_effects_of_exact_heads_are_exact(build):
+    known = build()
+    table = heads(known.model, ablate=4, rows=4, length=24)
+    for (layer, head), expected in known.expected["ablation_effect"].items():
+        assert value(table, "ablation_effect", layer, head) == pytest.approx(expected, abs=1e-4)
+    for layer, head in known.expected["idle_heads"]:
+        assert value(table, "ablation_effect", layer, head) == 0.0
+        assert value(table, "mean_ablation_effect", layer, head) == 0.0
+    # the induction head writes to the logits; the previous-token head only moves what the induction head attends to
+    assert value(table, "ablation_effect_patterns_kept", 1, 0) == pytest.approx(value(table, "ablation_effect", 1, 0))
+    assert value(table, "ablation_effect_patterns_kept", 0, 0) == pytest.approx(0.0, abs=1e-4)
+    controls = table["ablation_effect"].checks["first_copy_effect"]
+    assert controls.abs().max() < 5e-3
+    named = {item.name for item in table.sets}
+    assert named == {"above 0.4", "random"}
+    together = next(item for item in table.sets if item.name == "above 0.4" and item.way == "zero")
+    assert together.heads == ((1, 0),)
+    assert len({item.heads for item in table.sets if item.name == "random"}) == 3  # all that there are
+
+
+def test_redundant_heads_hide_each_other():
+    known = duplicated_induction()
+    table = heads(known.model, ablate=2, rows=4, length=24)
+    for head in (0, 1):
+        assert value(table, "ablation_effect", 1, head) == pytest.approx(0.0, abs=1e-5)
+    assert table["ablation_effect"].values[0].isnan().all()  # not among the two that were asked for
+    ((heads_together, expected),) = known.expected["joint_ablation_effect"].items()
+    together = next(item for item in table.sets if item.name == "above 0.4" and item.way == "zero")
+    assert together.heads == heads_together
+    assert together.effect == pytest.approx(expected, abs=1e-4)
+    assert together.low <= together.effect <= together.high
+    assert together.first_copy_effect == pytest.approx(0.0, abs=1e-5)
+    frame = table.sets_frame()
+    assert list(frame["name"]) == ["above 0.4"] * 3 + ["random"]
+
+
+def test_ablations_follow_the_edit_and_restore_the_model(tiny_llama):
+    """The same number by hand: W_O of the head set to zero."""
+    table = heads(tiny_llama, ablate=8, rows=6, ablation_rows=6, length=12, threshold=2.0)
+    given = repeated_random_tokens(6, 12, admissible=torch.arange(1, 64), bos=0, seed=0)
+
+    def second_copy_loss() -> float:
+        with torch.no_grad():
+            logits = tiny_llama(given.tokens).logits
+        losses = torch.nn.functional.cross_entropy(
+            logits[:, :-1].transpose(1, 2), given.tokens[:, 1:], reduction="none"
+        )
+        return losses[given.scored_losses[:, 1:]].mean().item()
+
+    clean = second_copy_loss()
+    assert clean == pytest.approx(table.facts["second_copy_loss"], abs=1e-4)
+    for layer in (0, 1):
+        weight = tiny_llama.model.layers[layer].self_attn.o_proj.weight.data
+        for head in range(4):
+            kept = weight.clone()
+            weight[:, 8 * head : 8 * head + 8] = 0
+            expected = second_copy_loss() - clean
+            weight.copy_(kept)
+            assert value(table, "ablation_effect", layer, head) == pytest.approx(expected, abs=1e-4)
+    assert second_copy_loss() == clean
+    assert table.sets == ()  # no head is above 2
+
+
+def test_effects_need_a_language_model_and_the_induction_probe(tiny_llama):
+    with pytest.raises(NotApplicableError, match='add "induction" to probes, or ablate=0'):
+        heads(tiny_llama, probes=["previous"], ablate=3)
+    table = heads(tiny_llama.model, rows=2, length=8, ablate=2)
+    assert "no causal language model" in reasons(table, "ablation")[0]
+    assert "ablation_effect" not in table.scores and table.sets == ()
