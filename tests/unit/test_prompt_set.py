@@ -140,12 +140,6 @@ def test_spans_hold_what_their_names_say(shipped: list[Prompt]) -> None:
             assert part["opening"] in {'"', "("}, prompt.id
 
 
-def test_the_demonstration_holds_one_prompt_of_each_cluster(shipped: list[Prompt]) -> None:
-    demonstration = checker.read_prompt_set(checker.SHIPPED.with_name("demo_prompts"))
-    assert by_cluster(demonstration) == dict.fromkeys(by_cluster(shipped), 1)
-    assert all(prompt in shipped for prompt in demonstration)
-
-
 @pytest.mark.real_model
 def test_the_default_model_gets_every_prompt_right(shipped: list[Prompt], default_lm: LoadedModel) -> None:
     checks = checker.check_prompts(default_lm.model, default_lm.tokenizer, shipped)
