@@ -189,7 +189,7 @@ def _remixed(call: LiveCall, edits: list[Edit], touched: dict[int, Tensor]) -> T
             edges = mine & rows_of[id(edit)][:, None, queries, None] & call.key_mask(edit.key)[:, None, None, :]
             _check_visible(call, edit, rows, edges)
             cut[edit.mode] = cut.get(edit.mode, torch.zeros_like(edges)) | edges
-            changed = edges.any(-1)
+            changed = (edges & rows.visible).any(-1)
         elif isinstance(edit, PatternReplacement):
             pattern = _replaced_pattern(call, edit, pattern, heads_of[id(edit)][heads], queries)
             changed = mine[..., 0].expand(pattern.shape[:3]) & rows_of[id(edit)][:, None, queries]

@@ -67,7 +67,7 @@ def build(form: tuple) -> nn.Module:
             if name.endswith("bias"):
                 weight.normal_(0, 0.2)
             elif weight.ndim == 2:
-                weight.mul_(3 if family == "t5" else 8)  # T5 scales no scores: they would saturate
+                weight.mul_(1.5 if family == "t5" else 8)  # T5 scales no scores: they would saturate
     return model
 
 
