@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from attndiag.hooks.edits import edit
     from attndiag.models.load import load
     from attndiag.prompts import Prompt, Target
+    from attndiag.reports.page import report
     from attndiag.runs.prompt_files import read_prompts
     from attndiag.scores import Scores
 
@@ -49,6 +50,7 @@ _HOME = {
     "edit": "attndiag.hooks.edits",
     "load": "attndiag.models.load",
     "read_prompts": "attndiag.runs.prompt_files",
+    "report": "attndiag.reports.page",
     "score": "attndiag.explain.target",
 }
 
@@ -70,6 +72,7 @@ __all__ = [
     "edit",
     "load",
     "read_prompts",
+    "report",
     "score",
 ]
 

@@ -332,7 +332,7 @@ DRAWINGS = (
         "ranks",
         "How alike weight and contribution order the keys",
         "With sinks and special tokens set aside, the future left out. 1 is the same order, 0 unrelated, "
-        "\u22121 reversed. Band: 80 % of the heads. Right: share of prompts and heads (prompts and layers) in which the "
+        "\u22121 reversed. Band: 80 % of the heads. Right: share of prompts and heads (or layers) in which the "
         "largest weight and the largest contribution of the last query fall on different keys, all keys included.",
         draw_ranks,
         "Rank agreement by layer, and how often weight and contribution name different top keys",

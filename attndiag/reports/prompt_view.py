@@ -17,17 +17,18 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from attndiag.errors import AttnDiagError, UnsupportedModelError, UnverifiedCaptureError
+from attndiag.errors import AttnDiagError, UnsupportedModelError
 from attndiag.explain.contributions import contributions
 from attndiag.hooks.capture_context import capture
 from attndiag.prompts import Prompt
 from attndiag.reports.html import BUDGET, asset, notebook_frame, render, script_data
 from attndiag.reports.token_text import visible
+from attndiag.runs.folder import explained, write_atomically
 
 if TYPE_CHECKING:
     from attndiag.hooks.record import AttentionCall
@@ -75,7 +76,7 @@ class LayerMaps:
 
 @dataclass(frozen=True, eq=False)
 class PromptView:
-    """Weight and contribution maps of one prompt; shows itself in a notebook, and saves itself as a page or a figure."""
+    """Weight and contribution maps of one prompt; shows itself in a notebook, saves itself as a page or figure."""
 
     prompt: Prompt
     tokens: tuple[str, ...]
@@ -93,6 +94,8 @@ class PromptView:
             "queryTokens": [visible(self.tokens[i]) for i in window.queries],
             "keyTokens": [visible(self.key_tokens[j]) for j in window.keys],
             "layers": [_packed(layer, window) for layer in kept],
+            # opens where the two differ most
+            "start": max(range(len(kept)), key=lambda index: kept[index].difference),
         }
         omitted = []
         if len(kept) < len(self.layers):
@@ -129,14 +132,14 @@ class PromptView:
         Raises
         ------
         AttnDiagError : another suffix, or a layer that is not there.
+        RunFolderError : the file cannot be written.
         """
         path = Path(path)
-        kind = path.suffix.removeprefix(".").lower()
+        kind = require_saveable(path)
         if kind == "html":
-            path.write_text(self.to_html(), encoding="utf-8", errors="replace")
+            page = self.to_html().encode("utf-8", errors="replace")
+            self._write(path, lambda file: file.write(page))
             return path
-        if kind not in ("png", "svg", "pdf"):
-            raise AttnDiagError(f"{path} has the suffix {path.suffix!r}; expected .html, .png, .svg or .pdf")
         if layer is None:
             layer = max(range(len(self.layers)), key=lambda index: self.layers[index].difference)
         if not 0 <= layer < len(self.layers):
@@ -147,8 +150,15 @@ class PromptView:
         with style(), warnings.catch_warnings():
             # a token may hold a character that the figure's font lacks; it is drawn as a box
             warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-            draw_layer(self, layer).savefig(path)
+            figure = draw_layer(self, layer)
+            self._write(path, lambda file: figure.savefig(file, format=kind))
         return path
+
+    @staticmethod
+    def _write(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
+        with explained(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, fill)
 
     def _repr_html_(self) -> str:
         return notebook_frame(self.to_html(), "attention weight and contribution", height=720)
@@ -302,8 +312,9 @@ def _base64(array: NDArray[Any]) -> str:
     return base64.b64encode(zlib.compress(np.ascontiguousarray(array).tobytes(), 9)).decode("ascii")
 
 
-def require_certified(view: PromptView) -> None:
-    """Raise `UnverifiedCaptureError` naming the layers whose certificate does not hold."""
-    wrong = [f"{layer.label}: {layer.note}" for layer in view.layers if not layer.certified]
-    if wrong:
-        raise UnverifiedCaptureError(f"{len(wrong)} layers are not certified; {wrong[0]}")
+def require_saveable(path: Path) -> str:
+    """The kind of file that a view can be saved as, from the suffix; raises `AttnDiagError` for any other."""
+    kind = path.suffix.removeprefix(".").lower()
+    if kind not in ("html", "png", "svg", "pdf"):
+        raise AttnDiagError(f"{path} has the suffix {path.suffix!r}; expected .html, .png, .svg or .pdf")
+    return kind

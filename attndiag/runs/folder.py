@@ -21,6 +21,7 @@ import io
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -65,15 +66,29 @@ class RunFolder:
         RunFolderError : the folder cannot be written, holds a run (without `overwrite`), or holds something else.
         """
         folder = Path(path)
-        with _explained(folder):
-            if folder.exists() and not folder.is_dir():
-                raise RunFolderError(f"{folder} is a file; give a folder for the output")
-            if folder.is_dir() and any(folder.iterdir()):
+        cls.require_place(folder)
+        with explained(folder):
+            if any(folder.iterdir()):
                 _clear(folder, overwrite)
-            folder.mkdir(parents=True, exist_ok=True)
             run = cls(folder, run_id)
             run._mark(about, finished=False)
         return run
+
+    @staticmethod
+    def require_place(path: str | Path) -> None:
+        """Raise `RunFolderError` where no run can go: a file, a folder with other things in it, no right to write.
+
+        Cheap, so that nobody loads a model first. The folder is made.
+        """
+        folder = Path(path)
+        with explained(folder):
+            if folder.exists() and not folder.is_dir():
+                raise RunFolderError(f"{folder} is a file; give a folder for the output")
+            folder.mkdir(parents=True, exist_ok=True)
+            if not (folder / MARKER).is_file() and any(folder.iterdir()):
+                raise RunFolderError(f"{folder} is not empty and holds no run; give a new or empty folder")
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"attndiag")
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
@@ -129,7 +144,7 @@ class RunFolder:
         self.merge_shards(tables)
         self._mark(self.about, finished=True)
         shards = self.path / "shards"
-        with _explained(shards):
+        with explained(shards):
             if shards.is_dir():
                 shutil.rmtree(shards)
 
@@ -151,7 +166,7 @@ class RunFolder:
             plain, packed = (self.path / "tables" / f"{name}.csv{end}" for end in ("", ".gz"))
             wanted, other = (plain, packed) if table.num_rows <= PLAIN_CSV_ROWS else (packed, plain)
             self._write(wanted, lambda file, table=table, path=wanted: _write_csv(file, table, path.suffix == ".gz"))
-            with _explained(other):
+            with explained(other):
                 other.unlink(missing_ok=True)
         self.write_rows("tables/columns.csv", list(describe_columns()))
         self.write_rows("tables/measures.csv", [asdict(measure) for measure in MEASURES.values()])
@@ -181,7 +196,7 @@ class RunFolder:
         self._write(path, lambda file: pq.write_table(table, file, compression="zstd"))
 
     def _write(self, path: Path, fill: Callable[[IO[bytes]], object]) -> None:
-        with _explained(path):
+        with explained(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, fill)
 
@@ -281,8 +296,6 @@ _OURS = (MARKER, "shards", "tables", "summary", "figures", "report.html")
 
 def _clear(folder: Path, overwrite: bool) -> None:
     """Remove the run in `folder`, or say why not."""
-    if not (folder / MARKER).is_file():
-        raise RunFolderError(f"{folder} is not empty and holds no run; give a new or empty folder")
     if not overwrite:
         raise RunFolderError(
             f"{folder} already holds a run; render it with `attndiag report {folder}`, give another folder, "
@@ -297,7 +310,7 @@ def _clear(folder: Path, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
     """Turn what the system says into what a person can do."""
     try:
         yield

@@ -320,22 +320,9 @@ def _run_facts(
     n_skipped: int,
 ) -> dict[str, Any]:
     """Columns of `runs` that are known before the work. The id follows from what is measured, on what, with what."""
-    info = lm.info
-    prompt_hash = _digest([_plain(prompt) for prompt in prompts])
-    params = asdict(settings)
-    versions = package_versions()
-    identity = {
-        "model": info.location or info.name,
-        "revision": info.revision,
-        "dtype": info.dtype,
-        "tokenizer": info.tokenizer_hash,
-        "prompts": prompt_hash,
-        "methods": METHODS,
-        "params": params,
-        "version": versions["attndiag"],
-    }
+    info, params, versions = lm.info, asdict(settings), package_versions()
     return {
-        "run": _digest(identity),
+        "run": run_identity(lm, prompts, settings),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "status": "unfinished",
         "model": info.name,
@@ -350,7 +337,7 @@ def _run_facts(
         "tokenizer_hash": info.tokenizer_hash,
         "adds_bos": info.adds_bos,
         "prompt_file": None if prompt_file is None else str(prompt_file),
-        "prompt_hash": prompt_hash,
+        "prompt_hash": _prompt_hash(prompts),
         "n_prompts": len(prompts),
         "n_skipped": n_skipped,
         "methods": ", ".join(METHODS),
@@ -360,6 +347,29 @@ def _run_facts(
         "threads": torch.get_num_threads(),
         "notes": "; ".join(info.notes) or None,
     }
+
+
+def run_identity(lm: LoadedModel, prompts: Sequence[Prompt], settings: RunSettings) -> str:
+    """The id of a run: what is measured, on what, with what. Device, batching and time do not change it."""
+    info = lm.info
+    return _digest(
+        {
+            "model": info.location or info.name,
+            "revision": info.revision,
+            "architecture": info.architecture,
+            "dtype": info.dtype,
+            "attention": info.attn_implementation,
+            "tokenizer": info.tokenizer_hash,
+            "prompts": _prompt_hash(_with_ids(prompts)),
+            "methods": METHODS,
+            "params": asdict(settings),
+            "version": package_versions()["attndiag"],
+        }
+    )
+
+
+def _prompt_hash(prompts: Sequence[Prompt]) -> str:
+    return _digest([_plain(prompt) for prompt in prompts])
 
 
 def package_versions() -> dict[str, str]:

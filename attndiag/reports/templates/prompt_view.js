@@ -32,7 +32,7 @@
   const option = (box, value, text) => { const o = document.createElement("option"); o.value = value; o.textContent = text; box.append(o); };
   data.layers.forEach((layer, i) => option(layerBox, i, layer.certified ? layer.label : `${layer.label} (not certified)`));
   data.queryTokens.forEach((token, i) => option(queryBox, i, `${data.queries[i]}: ${token}`));
-  queryBox.value = nQueries - 1;
+  queryBox.value = nQueries - 1; layerBox.value = data.start;
 
   let maps = null, head = -1;
   // head -1 is all heads: mean weight, and the layer's own contribution
@@ -97,6 +97,7 @@
   };
   const redraw = () => {
     const { w, c } = read();
+    byId("written-title").textContent = head < 0 ? "Contribution of the layer ‖Σ A·f‖" : "Head contribution A·‖f‖";
     // a cell that no head reads is the future, or a key out of reach: blank
     const blank = (cell) => { for (let h = 0; h < data.layers[Number(layerBox.value)].heads; h++) if (maps.weight[h * cells + cell]) return false; return true; };
     const hidden = Array.from({ length: cells }, (_, cell) => blank(cell));
