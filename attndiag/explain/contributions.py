@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from attndiag.core import contributions as maths
+from attndiag.core.fused import attention_contributions
 from attndiag.core.norms import FoldedOutput, fold_output
 from attndiag.errors import NotApplicableError
 from attndiag.hooks.certify import TOLERANCE
@@ -36,11 +37,13 @@ Kind = Literal[
     "alti",
     "alti_l2",
 ]
-Backend = Literal["auto", "reference"]
+Backend = Literal["auto", "reference", "fused"]
 Norm = Literal["own", "next"]
 
 _PAIR = ("batch", "query_pos", "key_pos")
 _HEAD_PAIR = ("batch", "head", "query_pos", "key_pos")
+_WITH_RESIDUAL = ("contribution_residual", "contribution_norm")
+_FUSED_KINDS = {"head_contribution", "contribution", *_WITH_RESIDUAL, "projection", "target_attribution"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,9 @@ def contributions(
         - `"projection"`: <T_ij, o_i> / ||o_i||, signed.
         - `"target_attribution"`: <T_tj, u> by head for query t, signed, direct path only (arXiv 2305.12535).
         - `"alti"`, `"alti_l2"`: rows normalised, the raw magnitude in `checks["raw"]` (arXiv 2203.04212).
-    backend : `"reference"` is the readable float path; `"auto"` picks the fastest verified one.
+    backend : `"reference"` reads the pattern and sums the parts one by one; `"fused"` computes straight from q and k
+        (`core.fused`), the same numbers to 1e-5 without a pattern; `"auto"` takes `"fused"` wherever it can: q and k
+        were seen, the recorded formula is certified, no output gate, a kind that it knows.
     dtype : dtype of the computation; None is float32, or float64 for a float64 call.
     norm : `"own"` uses the norm that follows attention in post-norm models; `"next"` asks for the norm that reads the
         residual stream after attention in pre-norm models.
@@ -123,8 +128,12 @@ def contributions(
         )
     work = dtype or (torch.float64 if call.z.dtype == torch.float64 else torch.float32)
     with torch.no_grad():
-        values, checks = _compute(call, kind, work, norm, direction, query)
-    certificate = call.certificate
+        certificate = call.certificate
+        chosen = _choose_backend(call, kind, backend)
+        if chosen == "fused":
+            values, checks = _fused(call, kind, work, norm, direction, query)
+        else:
+            values, checks = _reference(call, kind, work, norm, direction, query)
     failures = list(certificate.failures)
     tolerance = TOLERANCE[call.z.dtype]
     completeness = checks.get("completeness_error")
@@ -143,7 +152,7 @@ def contributions(
             "call_index": call.call_index,
             "route": call.route,
             "kernel": call.kernel,
-            "backend": "reference",
+            "backend": chosen,
             "dtype": str(work).removeprefix("torch."),
             "model_dtype": str(call.z.dtype).removeprefix("torch."),
         },
@@ -157,7 +166,94 @@ def contributions(
     )
 
 
-def _compute(
+def _choose_backend(call: AttentionCall, kind: Kind, backend: Backend) -> Literal["reference", "fused"]:
+    """The backend in use; for `"auto"`, fused unless something stands in its way."""
+    if backend == "reference":
+        return "reference"
+    obstacle = None
+    if kind not in _FUSED_KINDS:
+        obstacle = f"it computes {', '.join(sorted(_FUSED_KINDS))}, not {kind}"
+    elif call.q is None or call.scale is None:
+        obstacle = f"{call.module_name} computes its softmax itself, so q and k were not seen"
+    elif call.output_gate is not None:
+        obstacle = f"{call.module_name} gates its head outputs"
+    elif call.output is None:
+        obstacle = f"{call.module_name} has no output projection"
+    elif not call.certificate.formula_passed:
+        obstacle = (
+            f"the recorded formula misses the output of {call.module_name} by {call.certificate.formula_error:.1e}"
+        )
+    elif backend == "auto" and call.z.dtype in (torch.bfloat16, torch.float16) and call.kernel == "eager":
+        obstacle = "the kernel reports weights that it rounded itself, and those are what the model used"
+    if obstacle is None:
+        return "fused"
+    if backend == "fused":
+        raise NotApplicableError(f'backend="fused" cannot be used here: {obstacle}; use backend="reference" or "auto"')
+    return "reference"
+
+
+def _fused(
+    call: AttentionCall,
+    kind: Kind,
+    work: torch.dtype,
+    norm: Norm,
+    direction: Tensor | None,
+    query: int | None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """The same numbers from q and k, no pattern formed. Completeness follows from the certificate: A v = z, z W_O."""
+    w_o, b_o = call.w_o.to(work), call.b_o.to(work)
+    options: dict[str, Any] = {}
+    wanted = [kind]
+    directions = None
+    if kind in _WITH_RESIDUAL:
+        folded = folded_output(call, w_o, b_o, norm=norm if kind == "contribution_norm" else None)
+        w_o = folded.w_o
+        options = {"row_scale": folded.row_scale, "residual": folded.residual}
+    elif kind == "contribution":
+        wanted.append("cancellation")
+    elif kind == "target_attribution":
+        directions, options["target_query"] = _direction(direction, query, work), query
+        if directions.ndim == 2:
+            directions = directions[:, None].expand(-1, call.n_queries, -1)
+    elif kind == "projection":
+        attn_out = call.z.detach().to(work).flatten(2) @ w_o.flatten(0, 1) + b_o
+        size = attn_out.norm(dim=-1, keepdim=True)
+        directions = maths.undefined_where_zero(attn_out, size, "projection")
+    q, k, scale = cast(Tensor, call.q), cast(Tensor, call.k), cast(float, call.scale)
+    result = attention_contributions(
+        q.to(work),
+        k.to(work),
+        call.v.to(work),
+        w_o,
+        scale=scale,
+        mask=call.mask,
+        is_causal=call.is_causal,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        position_bias=call.position_bias,
+        directions=directions,
+        outputs=wanted,
+        layer=call.module_name,
+        **options,
+    )
+    checks: dict[str, Any] = {"formulation": result.formulation, "refined_pairs": result.refined_pairs}
+    errors = (call.certificate.formula_error, call.certificate.output_error)
+    checks["completeness_error"] = sum(error for error in errors if error is not None)
+    if result.cancellation is not None:
+        seen = result.cancellation[~result.cancellation.isnan()]
+        checks["smallest_cancellation"] = float(seen.min()) if seen.numel() else 1.0
+    if kind == "projection":
+        checks["bias_part"] = (directions * b_o).sum(-1)
+    return getattr(result, kind), checks
+
+
+def _direction(direction: Tensor | None, query: int | None, work: torch.dtype) -> Tensor:
+    if direction is None or query is None:
+        raise NotApplicableError("target_attribution needs `direction` (u in the residual stream) and `query` (t)")
+    return direction.to(work)
+
+
+def _reference(
     call: AttentionCall,
     kind: Kind,
     work: torch.dtype,
@@ -191,9 +287,8 @@ def _compute(
         values, bias_part = maths.projection(pattern, v, w_o, bias=b_o, gate=gate)
         return values, checks | {"bias_part": bias_part}
     if kind == "target_attribution":
-        if direction is None or query is None:
-            raise NotApplicableError("target_attribution needs `direction` (u in the residual stream) and `query` (t)")
-        return maths.target_attribution(pattern, v, w_o, direction.to(work), query, gate=gate), checks
+        u = _direction(direction, query, work)
+        return maths.target_attribution(pattern, v, w_o, u, cast(int, query), gate=gate), checks
 
     # the vector whose parts are measured: after the norm in post-norm blocks, the stream itself in the others
     after_norm = kind == "contribution_norm" or (kind != "contribution_residual" and call.site.place == "post")
@@ -204,7 +299,7 @@ def _compute(
         "diagonal_offset": call.diagonal_offset,
         "gate": gate,
     }
-    if kind in ("contribution_residual", "contribution_norm"):
+    if kind in _WITH_RESIDUAL:
         return maths.contribution(pattern, v, folded.w_o, **common), checks
     if kind == "mixing_ratio":
         return maths.mixing_ratio(pattern, v, folded.w_o, **common), checks

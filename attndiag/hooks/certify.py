@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from attndiag.hooks.record import AttentionCall
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
+_ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -98,69 +99,75 @@ def certify(call: AttentionCall, rows: int | None = None) -> Certificate:
 def _measure(call: AttentionCall, chosen: Tensor | None) -> Certificate:
     dtype = torch.float64 if call.z.dtype == torch.float64 else torch.float32
     v = call.v.detach().to(dtype)
-    z = _rows(call.z.detach(), 1, chosen).to(dtype)
-    excluded = _excluded_rows(call, chosen)
-
-    formula_error = None
-    if call.q is not None:
-        formula_error = _relative_error(head_outputs(call.formula_pattern(chosen)[0], v), z, excluded)
+    by_formula, by_kernel, by_output = _Largest(), _Largest(), _Largest()
     # the kernel's own weights need a whole second call; a sampled certificate does without
-    native = call.native_pattern if chosen is None or formula_error is None else None
-    if native is not None:
-        value_error = _relative_error(head_outputs(_rows(native, 2, chosen).to(dtype), v), z, excluded)
-    elif formula_error is not None:
-        value_error = formula_error
-    else:
+    native = call.native_pattern if chosen is None or call.q is None else None
+    excluded_rows = 0
+    rows = torch.arange(call.n_queries, device=call.z.device) if chosen is None else chosen
+    for part in rows.split(_ROWS_AT_ONCE):
+        z = call.z.detach()[:, part].to(dtype)
+        excluded = _excluded_rows(call, part)
+        excluded_rows += 0 if excluded is None else int(excluded.expand(z.shape[:3]).sum())
+        if call.q is not None:
+            by_formula.add(head_outputs(call.formula_pattern(part)[0], v), z, excluded)
+        if native is not None:
+            by_kernel.add(head_outputs(native[:, :, part].to(dtype), v), z, excluded)
+        if call.output is not None and call.attn_out is not None:
+            inputs = z if call.output_gate is None else z * call.output_gate.detach()[:, part].to(dtype)
+            predicted = inputs.flatten(2) @ call.output.w_o.to(dtype).flatten(0, 1) + call.output.b_o.to(dtype)
+            by_output.add(predicted, call.attn_out.detach()[:, part].to(dtype), None)
+    if not (by_formula.used or by_kernel.used):
         raise UnsupportedModelError(
             f"{call.module_name}: neither a pattern nor q and k were captured; please report it"
         )
-
-    output_error = None
-    if call.output is not None and call.attn_out is not None:
-        gate = call.output_gate
-        inputs = z if gate is None else z * _rows(gate.detach(), 1, chosen).to(dtype)
-        predicted = inputs.flatten(2) @ call.output.w_o.to(dtype).flatten(0, 1) + call.output.b_o.to(dtype)
-        output_error = _relative_error(predicted, _rows(call.attn_out.detach(), 1, chosen).to(dtype), None)
-    total = call.z.shape[0] * call.n_heads * z.shape[1]
     return Certificate(
         module_name=call.module_name,
-        value_error=value_error,
-        formula_error=formula_error,
-        output_error=output_error,
+        value_error=by_kernel.relative() if by_kernel.used else by_formula.relative(),
+        formula_error=by_formula.relative() if by_formula.used else None,
+        output_error=by_output.relative() if by_output.used else None,
         tolerance=TOLERANCE[call.z.dtype],
-        rows=z.shape[1],
-        excluded_rows=0 if excluded is None else int(excluded.expand(z.shape[:3]).sum()) if total else 0,
+        rows=len(rows),
+        excluded_rows=excluded_rows,
     )
 
 
-def _rows(tensor: Tensor, axis: int, chosen: Tensor | None) -> Tensor:
-    return tensor if chosen is None else tensor.index_select(axis, chosen)
+@dataclass
+class _Largest:
+    """Largest difference and largest actual entry over blocks of rows; nan spreads."""
+
+    difference: float = 0.0
+    actual: float = 0.0
+    used: bool = False
+
+    def add(self, predicted: Tensor, actual: Tensor, excluded: Tensor | None) -> None:
+        """Take in one block, leaving out rows [batch, query_pos, head or 1] that are `excluded`."""
+        self.used = True
+        difference, size = (predicted - actual).abs(), actual.abs()
+        if excluded is not None:
+            difference = difference.masked_fill(excluded[..., None], 0.0)
+            size = size.masked_fill(excluded[..., None], 0.0)
+        if difference.numel():
+            # max() of a pair with nan depends on their order: add keeps it
+            largest = float(difference.max())
+            self.difference = largest if largest != largest else max(self.difference, largest)
+            self.actual = max(self.actual, float(size.max()))
+
+    def relative(self) -> float:
+        """Difference over size; 0 for two all-zero tensors."""
+        if self.difference == 0.0:
+            return 0.0
+        return self.difference / self.actual if self.actual > 0 or self.difference != self.difference else float("inf")
 
 
-def _excluded_rows(call: AttentionCall, chosen: Tensor | None) -> Tensor | None:
+def _excluded_rows(call: AttentionCall, rows: Tensor) -> Tensor | None:
     """[batch, query_pos, head or 1] boolean: rows whose content is a convention (padding, no key allowed)."""
     excluded = None
     if call.fully_masked is not None:
-        excluded = _rows(call.fully_masked.transpose(1, 2), 1, chosen)
+        excluded = call.fully_masked.transpose(1, 2)[:, rows]
     if call.query_valid is not None:
-        padded = ~_rows(call.query_valid, 1, chosen)[..., None]
+        padded = ~call.query_valid[:, rows][..., None]
         excluded = padded if excluded is None else excluded | padded
     return excluded
-
-
-def _relative_error(predicted: Tensor, actual: Tensor, excluded: Tensor | None) -> float:
-    """Largest absolute difference over largest absolute actual value; 0 for two all-zero tensors, nan spreads."""
-    difference = (predicted - actual).abs()
-    scale = actual.abs()
-    if excluded is not None:
-        difference = difference.masked_fill(excluded[..., None], 0.0)
-        scale = scale.masked_fill(excluded[..., None], 0.0)
-    if difference.numel() == 0:
-        return 0.0
-    largest, reference = float(difference.max()), float(scale.max())
-    if largest == 0.0:
-        return 0.0
-    return largest / reference if reference > 0 else float("inf")
 
 
 def probe_pattern(call: AttentionCall) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,11 +21,13 @@ def capture_one(model, ids: Tensor, layer: int = 0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sink_model_weights_mislead_on_head_0_and_not_on_head_1(dtype):
+@pytest.mark.parametrize("backend", ["reference", "fused", "auto"])
+def test_sink_model_weights_mislead_on_head_0_and_not_on_head_1(dtype, backend):
     sink = known.sink_against_value(dtype=dtype)
     call = capture_one(sink.model, sink.prompt_ids)
     weight_of = attndiag.contributions(call, "weight").require_verified().values[0, :, -1]
-    written_of = attndiag.contributions(call, "head_contribution").require_verified().values[0, :, -1]
+    written = attndiag.contributions(call, "head_contribution", backend=backend)
+    written_of = written.require_verified().values[0, :, -1]
     for kind, values in (("weight", weight_of), ("head_contribution", written_of)):
         for (_, head, _, key), expected in sink.expected[kind].items():
             assert float(values[head, key]) == pytest.approx(expected, abs=4e-6)
@@ -57,16 +61,19 @@ def parts_from_hooks(model, ids: Tensor, layer: int) -> tuple[Tensor, Tensor, Te
     return parts, seen["x"][0].double(), seen["o"][0].double()
 
 
-def test_every_kind_equals_a_replica_from_hooks(tiny_llama):
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_every_kind_equals_a_replica_from_hooks(tiny_llama, backend):
     ids = torch.randint(2, 64, (1, 12))
     parts, x, out = parts_from_hooks(tiny_llama, ids, 1)
     call = capture_one(tiny_llama, ids, 1)
     torch.testing.assert_close(parts.sum(1), out, atol=1e-5, rtol=1e-5)
 
     def check(kind: str, expected: Tensor, **options) -> None:
-        scores = attndiag.contributions(call, kind, **options).require_verified()
+        scores = attndiag.contributions(call, kind, backend, **options).require_verified()
+        seen.add(scores.provenance["backend"])
         torch.testing.assert_close(scores.values[0].double(), expected, atol=2e-5, rtol=2e-5)
 
+    seen: set[str] = set()
     own = torch.eye(12, dtype=torch.float64)[..., None] * x[None]
     check("contribution", parts.norm(dim=-1))
     check("contribution_residual", (parts + own).norm(dim=-1))
@@ -75,7 +82,7 @@ def test_every_kind_equals_a_replica_from_hooks(tiny_llama):
     kept = (parts.diagonal().T + x).norm(dim=-1)
     check("mixing_ratio", mixed / (mixed + kept))
     u = torch.randn(32, dtype=torch.float64)
-    attribution = attndiag.contributions(call, "target_attribution", direction=u, query=7)
+    attribution = attndiag.contributions(call, "target_attribution", backend, direction=u, query=7)
     assert attribution.sign == "signed"
     torch.testing.assert_close(attribution.values[0].sum(0).double(), parts[7] @ u, atol=2e-5, rtol=2e-5)
     y = parts.sum(1) + x
@@ -86,6 +93,7 @@ def test_every_kind_equals_a_replica_from_hooks(tiny_llama):
     scale = (y.square().mean(-1) + norm.variance_epsilon).sqrt()
     after = (parts + own) * norm.weight.detach().double() / scale[:, None, None]
     check("contribution_norm", after.norm(dim=-1), norm="next")
+    assert seen == ({"reference"} if backend == "reference" else {"reference", "fused"})
 
 
 def test_post_norm_parts_sum_to_what_the_layer_norm_returned():
@@ -181,6 +189,24 @@ def test_behind_a_cache_the_diagonal_moves(tiny_llama):
             tiny_llama(ids[:, 8:], past_key_values=past)
     tail = attndiag.contributions(captured.calls[0], "contribution_residual").require_verified().values
     torch.testing.assert_close(tail, whole[:, 8:], atol=1e-5, rtol=1e-4)
+
+
+def test_fused_refuses_what_it_cannot_do_and_auto_falls_back_without_changing_a_number(tiny_llama):
+    call = capture_one(tiny_llama, torch.arange(2, 12)[None])
+    with pytest.raises(NotApplicableError, match=r"not alti.*reference"):
+        attndiag.contributions(call, "alti", backend="fused")
+    wrong = replace(call, scale=call.scale * 1.1)
+    with pytest.raises(NotApplicableError, match="formula misses"):
+        attndiag.contributions(wrong, backend="fused")
+    bloom = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("bloom", vocab_size=64, hidden_size=32, n_layer=1, n_head=4)
+    ).eval()
+    traced = capture_one(bloom, torch.arange(2, 12)[None])
+    with pytest.raises(NotApplicableError, match="q and k were not seen"):
+        attndiag.contributions(traced, backend="fused")
+    auto, reference = attndiag.contributions(traced), attndiag.contributions(traced, backend="reference")
+    assert auto.provenance["backend"] == "reference"
+    assert torch.equal(auto.values, reference.values)
 
 
 def test_wrong_names_are_refused_with_the_right_ones(tiny_llama):
