@@ -297,9 +297,10 @@ def _require_columns(path: Path, columns: Sequence[str]) -> None:
 def _require_known_keys(keys: Sequence[str], where: str, what: str) -> None:
     for key in keys:
         if key not in KEYS:
-            name = _OTHER_NAMES.get(key.lower()) or next(iter(difflib.get_close_matches(key.lower(), KEYS, n=1)), None)
+            near = difflib.get_close_matches(key.lower(), KEYS, n=1, cutoff=0.7)
+            name = _OTHER_NAMES.get(key.lower()) or next(iter(near), None)
             hint = f"; did you mean {name!r}?" if name else ""
-            put = "" if name else "; put anything else into `meta`"
+            put = "" if name else "; put anything else into `meta`."
             raise PromptError(f"{where} {key!r} is unknown{hint}{put} Known {what}: {', '.join(KEYS)}".strip())
 
 
