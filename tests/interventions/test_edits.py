@@ -34,6 +34,8 @@ BART = {
     "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "pad_token_id": 1,
 }  # fmt: skip
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+BLOOM = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+OSS = GQA | {"sliding_window": 5, "num_local_experts": 4}
 # name, family, configuration, factory, implementation, stream
 FORMS = [
     ("gpt2 sdpa", "gpt2", GPT2, AutoModelForCausalLM, "sdpa", "self"),
@@ -42,13 +44,13 @@ FORMS = [
     ("llama eager", "llama", GQA, AutoModelForCausalLM, "eager", "self"),
     ("mistral window", "mistral", GQA | {"sliding_window": 5}, AutoModelForCausalLM, "sdpa", "self"),
     ("gemma2 soft-cap", "gemma2", GQA | {"sliding_window": 5}, AutoModelForCausalLM, "eager", "self"),
-    ("gpt_oss sinks", "gpt_oss", GQA | {"sliding_window": 5, "num_local_experts": 4}, AutoModelForCausalLM, None, "self"),
+    ("gpt_oss sinks", "gpt_oss", OSS, AutoModelForCausalLM, None, "self"),
     ("gpt_neox parallel", "gpt_neox", COMMON, AutoModelForCausalLM, None, "self"),
     ("bert", "bert", COMMON, AutoModel, "sdpa", "self"),
     ("t5 encoder", "t5", T5, AutoModelForSeq2SeqLM, None, "encoder"),
     ("t5 decoder", "t5", T5, AutoModelForSeq2SeqLM, None, "self"),
     ("bart cross", "bart", BART, AutoModelForSeq2SeqLM, None, "cross"),
-    ("bloom", "bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}, AutoModelForCausalLM, None, "self"),
+    ("bloom", "bloom", BLOOM, AutoModelForCausalLM, None, "self"),
     ("falcon", "falcon", COMMON, AutoModelForCausalLM, None, "self"),
     ("mpt", "mpt", {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4}, AutoModelForCausalLM, None, "self"),
     ("deberta-v2", "deberta-v2", COMMON, AutoModel, None, "self"),
@@ -334,12 +336,15 @@ def test_what_cannot_work_raises(tiny_llama, edit, error, text):
 
 
 def test_an_edit_that_reaches_no_forward_raises(tiny_llama):
-    with pytest.raises(UnsupportedModelError, match="never reached model.layers.0.self_attn"):
-        with ad.edit(tiny_llama, ad.Knockout(0, 0, 1, 0)):
-            pass
-    with pytest.raises(UnsupportedModelError, match="run the model as a whole"), torch.no_grad():
-        with ad.edit(tiny_llama, ad.Knockout(0, 0, 1, 0)):
-            tiny_llama.model(torch.arange(2, 12)[None])
+    edit = ad.Knockout(0, 0, 1, 0)
+    with (
+        pytest.raises(UnsupportedModelError, match=r"never reached model\.layers\.0\.self_attn"),
+        ad.edit(tiny_llama, edit),
+    ):
+        pass
+    part = pytest.raises(UnsupportedModelError, match="run the model as a whole")
+    with part, torch.no_grad(), ad.edit(tiny_llama, edit):
+        tiny_llama.model(torch.arange(2, 12)[None])
     with pytest.raises(ValueError, match="no edits were given"), ad.edit(tiny_llama):
         pass
 
@@ -376,9 +381,9 @@ def test_a_result_that_the_model_drops_raises(form, monkeypatch):
         return kept["output"]
 
     monkeypatch.setattr(attention, "forward", watched if form[1] == "bloom" else routed)
-    with pytest.raises(UnsupportedModelError, match="did not use the edited head outputs"), torch.no_grad():
-        with ad.edit(model, ad.HeadAblation(1, 0)):
-            model(**given)
+    dropped = pytest.raises(UnsupportedModelError, match="did not use the edited head outputs")
+    with dropped, torch.no_grad(), ad.edit(model, ad.HeadAblation(1, 0)):
+        model(**given)
 
 
 def test_a_compiled_model_is_edited_as_written(tiny_llama):
@@ -403,6 +408,6 @@ def test_shared_blocks_are_refused():
         "num_hidden_layers": 3,
     }
     model = AutoModel.from_config(AutoConfig.for_model("albert", **settings, intermediate_size=48)).eval()
-    with pytest.raises(UnsupportedModelError, match="makes 3 attention calls in one forward"):
-        with ad.edit(model, ad.Knockout(0, 0, 1, 0)):
-            model(torch.arange(2, 12)[None])
+    shared = pytest.raises(UnsupportedModelError, match="makes 3 attention calls in one forward")
+    with shared, ad.edit(model, ad.Knockout(0, 0, 1, 0)):
+        model(torch.arange(2, 12)[None])
