@@ -19,7 +19,7 @@ from attndiag.core import contributions as maths
 from attndiag.core.fused import attention_contributions
 from attndiag.core.norms import FoldedOutput, fold_output
 from attndiag.errors import NotApplicableError
-from attndiag.hooks.certify import TOLERANCE
+from attndiag.hooks.certify import TOLERANCE, Certificate
 from attndiag.hooks.record import AttentionCall
 from attndiag.hooks.residual import linearise_norm
 from attndiag.scores import Scores, Sign
@@ -39,6 +39,7 @@ Kind = Literal[
 ]
 Backend = Literal["auto", "reference", "fused"]
 Norm = Literal["own", "next"]
+CertificateKind = Literal["full", "sampled"]
 
 _PAIR = ("batch", "query_pos", "key_pos")
 _HEAD_PAIR = ("batch", "head", "query_pos", "key_pos")
@@ -81,6 +82,7 @@ def contributions(
     norm: Norm = "own",
     direction: Tensor | None = None,
     query: int | None = None,
+    certificate: CertificateKind = "full",
 ) -> Scores:
     """Value-aware contributions of one attention call.
 
@@ -102,6 +104,7 @@ def contributions(
     dtype : dtype of the computation; None is float32, or float64 for a float64 call.
     norm : `"own"` uses the norm that follows attention in post-norm models; `"next"` asks for the norm that reads the
         residual stream after attention in pre-norm models.
+    certificate : `"full"` measures every query row before the numbers may count as verified, `"sampled"` eight of them.
     direction, query : for `target_attribution`: u [d_model] or [batch, d_model] in the residual stream, and t.
 
     Returns
@@ -128,13 +131,14 @@ def contributions(
         )
     work = dtype or (torch.float64 if call.z.dtype == torch.float64 else torch.float32)
     with torch.no_grad():
-        certificate = call.certificate
-        chosen = _choose_backend(call, kind, backend)
+        proof = call.certificate if certificate == "full" else call.sampled_certificate
+        chosen = _choose_backend(call, kind, backend, proof)
         if chosen == "fused":
             values, checks = _fused(call, kind, work, norm, direction, query)
+            checks["completeness_error"] = sum(e for e in (proof.formula_error, proof.output_error) if e is not None)
         else:
             values, checks = _reference(call, kind, work, norm, direction, query)
-    failures = list(certificate.failures)
+    failures = list(proof.failures)
     tolerance = TOLERANCE[call.z.dtype]
     completeness = checks.get("completeness_error")
     if completeness is not None and not completeness <= tolerance:
@@ -158,15 +162,18 @@ def contributions(
         },
         checks=checks
         | {
-            "value_error": certificate.value_error,
-            "formula_error": certificate.formula_error,
-            "output_error": certificate.output_error,
+            "value_error": proof.value_error,
+            "formula_error": proof.formula_error,
+            "output_error": proof.output_error,
+            "certified_rows": proof.rows,
         },
         failures=tuple(failures),
     )
 
 
-def _choose_backend(call: AttentionCall, kind: Kind, backend: Backend) -> Literal["reference", "fused"]:
+def _choose_backend(
+    call: AttentionCall, kind: Kind, backend: Backend, proof: Certificate
+) -> Literal["reference", "fused"]:
     """The backend in use; for `"auto"`, fused unless something stands in its way."""
     if backend == "reference":
         return "reference"
@@ -179,10 +186,8 @@ def _choose_backend(call: AttentionCall, kind: Kind, backend: Backend) -> Litera
         obstacle = f"{call.module_name} gates its head outputs"
     elif call.output is None:
         obstacle = f"{call.module_name} has no output projection"
-    elif not call.certificate.formula_passed:
-        obstacle = (
-            f"the recorded formula misses the output of {call.module_name} by {call.certificate.formula_error:.1e}"
-        )
+    elif not proof.formula_passed:
+        obstacle = f"the recorded formula misses the output of {call.module_name} by {proof.formula_error:.1e}"
     elif backend == "auto" and call.z.dtype in (torch.bfloat16, torch.float16) and call.kernel == "eager":
         obstacle = "the kernel reports weights that it rounded itself, and those are what the model used"
     if obstacle is None:
@@ -237,8 +242,6 @@ def _fused(
         **options,
     )
     checks: dict[str, Any] = {"formulation": result.formulation, "refined_pairs": result.refined_pairs}
-    errors = (call.certificate.formula_error, call.certificate.output_error)
-    checks["completeness_error"] = sum(error for error in errors if error is not None)
     if result.cancellation is not None:
         seen = result.cancellation[~result.cancellation.isnan()]
         checks["smallest_cancellation"] = float(seen.min()) if seen.numel() else 1.0

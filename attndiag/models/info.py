@@ -74,7 +74,8 @@ def describe(
     adds_bos = False
     if tokenizer is not None:
         bos, template, digest = tokenizer.bos_token, tokenizer.chat_template, tokenizer_hash(tokenizer)
-        adds_bos = bos is not None and tokenizer("a", verbose=False)["input_ids"][:1] == [tokenizer.bos_token_id]
+        # an empty text: a tokenizer with a closed vocabulary raises on any word that it does not know
+        adds_bos = bos is not None and tokenizer("", verbose=False)["input_ids"][:1] == [tokenizer.bos_token_id]
         filler = pad_id(tokenizer, config)
         pad = None if filler is None else str(tokenizer.convert_ids_to_tokens(filler))
         if tokenizer.pad_token is None:
