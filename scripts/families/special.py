@@ -1,0 +1,247 @@
+"""Families that the general rules do not reach, and what they need instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, ResNetConfig
+
+from families.shrink import WIDTH, shrunk_config
+
+
+@dataclass(frozen=True)
+class Special:
+    """What to do differently for one family.
+
+    Parameters
+    ----------
+    fields : dict
+        Configuration fields to set after shrinking (``text_config__vocab_size`` reaches into a nested one).
+    config : callable, optional
+        Builds the configuration altogether, from the model class and the level.
+    inputs : callable, optional
+        Builds the inputs, from the model and a generator.
+    classes : tuple of str
+        The only classes to try, in this order.
+    level : str, optional
+        The only level to try.
+    measure : bool
+        Whether the size is measured on the meta device before anything is allocated.
+    skip : str
+        Why nothing is tried at all.
+    """
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    config: Callable[[type[PreTrainedModel], str], PreTrainedConfig] | None = None
+    inputs: Callable[[PreTrainedModel, torch.Generator], dict[str, Any]] | None = None
+    classes: tuple[str, ...] = ()
+    level: str | None = None
+    measure: bool = True
+    skip: str = ""
+
+
+
+
+def _text(length: int, batch: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(60, 180, (batch, length), generator=generator)
+
+
+def _chameleon(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    ids = _text(12, 1, generator)
+    return {"input_ids": ids}
+
+
+def _lxmert(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    boxes = torch.rand(2, 6, 4, generator=generator)
+    features = torch.randn(2, 6, model.config.visual_feat_dim, generator=generator)
+    return {"input_ids": _text(12, 2, generator), "visual_feats": features, "visual_pos": boxes}
+
+
+def _oneformer(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    tasks = torch.randint(1, 300, (1, model.config.task_seq_len), generator=generator)
+    return {"pixel_values": torch.randn(1, 3, 128, 128, generator=generator), "task_inputs": tasks}
+
+
+def _omdet(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    classes, task = _text(5, 3, generator), _text(6, 1, generator)
+    return {
+        "pixel_values": torch.randn(1, 3, 128, 128, generator=generator),
+        "classes_input_ids": classes,
+        "classes_attention_mask": torch.ones_like(classes),
+        "tasks_input_ids": task,
+        "tasks_attention_mask": torch.ones_like(task),
+        "classes_structure": torch.tensor([3]),
+    }
+
+
+def _pix2struct(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    patches = torch.randn(2, 9, 2 + model.config.vision_config.patch_embed_hidden_size, generator=generator)
+    patches[..., :2] = torch.tensor([[row, column] for row in range(1, 4) for column in range(1, 4)])
+    return {"flattened_patches": patches, "decoder_input_ids": _text(7, 2, generator)}
+
+
+def _pairs_of_images(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    return {"pixel_values": torch.rand(1, 2, 3, 96, 96, generator=generator)}
+
+
+def _text_line(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    return {"pixel_values": torch.randn(1, 3, 48, 320, generator=generator)}
+
+
+def _seggpt(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    height, width = model.config.image_size
+    images = {
+        name: torch.randn(1, 3, height // 2, width, generator=generator)
+        for name in ("pixel_values", "prompt_pixel_values", "prompt_masks")
+    }
+    return images
+
+
+def _entities(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    return {"input_ids": _text(12, 2, generator)}
+
+
+def _codec_pair(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    return {
+        "input_values": 0.5 * torch.randn(1, 1, 6400, generator=generator),
+        "input_features": torch.randn(1, 20, 160, generator=generator),
+    }
+
+
+def _compass_rope() -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+
+
+def _assistant(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    """A drafting model reads the caches of the model that it drafts for: one pair for each kind of layer."""
+    config = model.config.get_text_config()
+    shared = {}
+    for kind, layer in zip(config.layer_types, range(config.num_hidden_layers), strict=True):
+        part = config.per_layer_config[layer] if config.is_heterogeneous else config
+        shape = (1, part.num_key_value_heads, 8, part.head_dim)
+        shared[kind] = (torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+    width = model.config.backbone_hidden_size
+    return {
+        "inputs_embeds": torch.randn(1, 1, 2 * width, generator=generator),
+        "position_ids": torch.tensor([[7]]),
+        "shared_kv_states": shared,
+    }
+
+
+def _assistant_config(cls: type[PreTrainedModel], level: str) -> PreTrainedConfig:
+    text = cls.config_class.sub_configs_defaults["text_config"]
+    small = shrunk_config(
+        text.get_config_class(text.model_type),
+        level,
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=0,
+        num_kv_shared_layers=6,
+        num_hidden_layers=6,
+    )
+    return cls.config_class(text_config=small, backbone_hidden_size=WIDTH)
+
+
+_ONLY_TEXT = "its picture tower comes from timm, which is not installed"
+_FOUR_STAGES = [16, 32, 48, 64]
+
+SPECIAL: dict[str, Special] = {
+    "bamba": Special(fields={"attn_layer_indices": [1]}),
+    "chameleon": Special(
+        fields={
+            "vocabulary_map": {"<image>": 319} | {f"IMGIMG{chr(65 + i)}Z": 200 + i for i in range(10)},
+            "image_token_id": 319,
+        },
+        inputs=_chameleon,
+    ),
+    "cohere_compass": Special(
+        fields={
+            "text_config__rope_parameters": {"full_attention": _compass_rope(), "sliding_attention": _compass_rope()},
+            "text_config__layer_types": ["sliding_attention", "full_attention"],
+            "vision_config__deepstack_visual_indexes": [0, 1],
+        }
+    ),
+    "dbrx": Special(
+        fields={"attn_config__rope_theta": 10000.0, "attn_config__kv_n_heads": 2, "attn_config__clip_qkv": 8.0}
+    ),
+    "diffusion_gemma": Special(
+        fields={
+            "text_config__num_experts": 4,
+            "text_config__top_k_experts": 2,
+            "text_config__moe_intermediate_size": 48,
+            "canvas_length": 8,
+        }
+    ),
+    "efficientloftr": Special(inputs=_pairs_of_images, level="depth"),
+    "ernie4_5_vl_moe": Special(
+        fields={
+            "text_config__rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
+        }
+    ),
+    "esm": Special(fields={"pad_token_id": 1, "mask_token_id": 32, "bos_token_id": 0}),
+    "fun_asr_nano": Special(fields={"adaptor_config__intermediate_size": 16}),
+    "gemma3n": Special(
+        classes=("Gemma3nForCausalLM",), fields={"intermediate_size": 96, "num_kv_shared_layers": 0, "laurel_rank": 8}
+    ),
+    "gemma4_assistant": Special(config=_assistant_config, inputs=_assistant),
+    "gemma4_unified_assistant": Special(config=_assistant_config, inputs=_assistant),
+    "glm5_next": Special(fields={"text_config__index_topk": 16}),
+    "gpt_neo": Special(fields={"attention_types": [[["global", "local"], 1]]}),
+    "granitemoehybrid": Special(fields={"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}),
+    "lfm2_moe": Special(fields={"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}),
+    "lightglue": Special(inputs=_pairs_of_images),
+    "longformer": Special(fields={"attention_window": [4, 4]}),
+    "lxmert": Special(inputs=_lxmert),
+    "mamba2": Special(fields={"num_heads": 8, "head_dim": 16}),
+    "neucodec": Special(inputs=_codec_pair),
+    "omdet_turbo": Special(
+        fields={
+            "backbone_config": ResNetConfig(
+                embedding_size=16, hidden_sizes=[96, 192, 384, 768], depths=[1] * 4, out_indices=[2, 3, 4]
+            ),
+            "backbone_feat_channels": [192, 384, 768],
+        },
+        inputs=_omdet,
+    ),
+    "oneformer": Special(inputs=_oneformer),
+    "pix2struct": Special(inputs=_pix2struct),
+    "pp_ocrv5_mobile_rec": Special(inputs=_text_line),
+    "pp_ocrv5_server_rec": Special(inputs=_text_line),
+    "qwen4_exp": Special(
+        fields={
+            "text_config__indexer_n_heads": 4,
+            "text_config__indexer_kv_heads": 2,
+            "text_config__indexer_head_dim": 16,
+            "text_config__indexer_budget": 8,
+            "text_config__indexer_compress_ratio": 4,
+        }
+    ),
+    "reformer": Special(
+        fields={
+            "axial_pos_embds_dim": (16, 48),
+            "axial_pos_shape": (4, 8),
+            "attn_layers": ["local", "lsh"],
+            "num_buckets": 4,
+            "lsh_attn_chunk_length": 4,
+            "local_attn_chunk_length": 4,
+        }
+    ),
+    "seggpt": Special(inputs=_seggpt),
+    "superglue": Special(inputs=_pairs_of_images),
+    "xcodec2": Special(inputs=_codec_pair),
+    "xmod": Special(fields={"default_language": "en_XX"}),
+    "zamba": Special(
+        fields={
+            "num_hidden_layers": 6,
+            "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2,
+        }
+    ),
+    "zamba2": Special(
+        fields={
+            "num_hidden_layers": 6,
+            "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2,
+        }
+    ),
+}
