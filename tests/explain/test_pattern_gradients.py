@@ -47,7 +47,7 @@ def test_pattern_gradients_equal_autograd_through_eager_attention(lm: LoadedMode
     with attndiag.capture(lm) as captured:
         lm.forward(TEXT)
     patterns = torch.stack([call.pattern[0] for call in captured.calls])
-    torch.testing.assert_close(products.values, patterns * slopes.values.nan_to_num(), rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(products.values, patterns * slopes.values.nan_to_num(), rtol=1e-5, atol=1e-7)
 
 
 def test_first_order_effects_are_exact_where_the_model_is_linear_in_its_heads() -> None:
