@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 
 from attndiag.core.blocks import AttentionProblem
-from attndiag.core.gram import COARSE_HEADS
 from attndiag.errors import InsufficientMemoryError
 
 Formulation = Literal["gram", "direct"]
@@ -25,9 +24,9 @@ CompileChoice = bool | Literal["auto"]
 # `MIN_QUERIES` needs. GPU: not measured; large enough that a launch costs little beside its work.
 CPU_BLOCK_BYTES = 3 * 2**19
 GPU_BLOCK_BYTES = 2**28
-# Queries for each head below which the direct form is faster, without and with float32 Gram products. Measured:
-# 36 queries at 12 heads of 64 (n = 128 and 512) and at 9 heads of 64 (n = 256), 18 at 32 heads of 128 (n = 256).
-DIRECT_BELOW = {False: 3.0, True: 0.55}
+# Queries below which the direct form is faster. Measured crossover: 14 to 18 at 12 heads of 64 (n = 128 and 512), 13 at
+# 9 heads of 64 (n = 256), 20 at 32 heads of 128 (n = 256).
+DIRECT_BELOW = 16
 MIN_QUERIES, MAX_QUERIES = 32, 128
 GPU_MIN_QUERIES, GPU_MAX_QUERIES = 64, 2048
 
@@ -55,11 +54,12 @@ class KernelPlan:
 
 
 def choose_formulation(problem: AttentionProblem) -> Formulation:
-    """Direct for few queries, where the Gram matrices cost more than they save; d_model drops out of the comparison.
+    """Direct for few queries, where the Gram matrices cost more than they save.
 
-    Both build f. Then Gram costs head² * d_model a key, once; direct costs head * d_model a pair.
+    Both build f. Then Gram costs head² * d_model a key, once; direct costs head * d_model a pair. So d_model drops out
+    of the comparison, and the small batched products of many heads run as much better as they are more.
     """
-    return "direct" if problem.n_queries < DIRECT_BELOW[problem.n_heads >= COARSE_HEADS] * problem.n_heads else "gram"
+    return "direct" if problem.n_queries < DIRECT_BELOW else "gram"
 
 
 def block_queries(problem: AttentionProblem) -> int:

@@ -28,7 +28,7 @@ KEY_CHUNK = 128  # keys in one batched product; 128 to 256 measured best
 # From this many heads on, products of f are float32, in runs of so many columns that are summed in float64: the
 # rounding left, about 1e-9 of (sum_h A‖f‖)², matters below the cancellation that is repeated in float64 anyway, and
 # float64 products would take half of the preparation (measured at 32 heads).
-COARSE_HEADS, COARSE_WIDTH = 16, 128
+COARSE_HEADS, COARSE_WIDTH = 8, 128
 NORM_CHUNK = 512
 
 

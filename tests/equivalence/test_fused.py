@@ -455,10 +455,9 @@ def test_few_queries_are_direct_and_many_are_gram() -> None:
         return attention_problem(**call)
 
     assert dispatch.choose_formulation(problem(1, 12)) == "direct"
-    assert dispatch.choose_formulation(problem(20, 12)) == "direct"
-    assert dispatch.choose_formulation(problem(60, 12)) == "gram"
-    assert dispatch.choose_formulation(problem(5, 32)) == "direct"
-    assert dispatch.choose_formulation(problem(40, 32)) == "gram"
+    assert dispatch.choose_formulation(problem(10, 9)) == "direct"
+    assert dispatch.choose_formulation(problem(30, 12)) == "gram"
+    assert dispatch.choose_formulation(problem(30, 32)) == "gram"
 
 
 # ---------------------------------------------------------------- bad input
