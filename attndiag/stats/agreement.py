@@ -1,4 +1,4 @@
-"""Do two methods rank the same items alike: Kendall's tau-b for many rows at once, and what chance would give.
+"""Do two methods rank the same items alike: tau-b, Spearman and partial tau, each with what chance gives.
 
 tau-b = (C - D) / sqrt((P - T_a)(P - T_b)) over all P pairs of items: C concordant, D discordant, T_a and T_b the pairs
 tied in the one or the other (Kendall 1945). It is 1 for the same order, -1 for the reversed one, about 0 for unrelated
@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attndiag.errors import ShapeError
+from attndiag.stats.lists import Array, as_pair
+from attndiag.stats.nulls import DRAWS, Null, null_from_draws, pair_sum_null, shuffles
 
 # below this many items every ordering is too easily reached by chance to call it an order at all
 LEAST_ITEMS = 3
@@ -84,11 +86,120 @@ def tau_needed(n_items: int, level: float = 0.05) -> float:
     are that likely by chance (4 items or fewer at .05).
     """
     pairs = n_items * (n_items - 1) // 2
-    # chance of each number of inversions in a random order, one item after the other
-    chance = np.ones(1)
-    for size in range(2, n_items + 1):
-        chance = np.convolve(chance, np.full(size, 1 / size))
+    chance = inversion_chances(n_items)
     # both tails: at most d inversions, or at least pairs - d
     tails = 2 * np.cumsum(chance)[: (pairs + 1) // 2]
     reached = np.flatnonzero(tails <= level)
     return 1 - 2 * int(reached[-1]) / pairs if len(reached) else float("nan")
+
+
+def inversion_chances(n_items: int) -> Array:
+    """Chance of 0, 1, ... n(n-1)/2 inversions in a random order of `n_items`."""
+    chance = np.ones(1)
+    # one item after the other: the next one passes 0 .. size - 1 of those before it
+    for size in range(2, n_items + 1):
+        chance = np.convolve(chance, np.full(size, 1 / size))
+    return chance
+
+
+# ------------------------------------------------------------------------------------------------- single numbers
+def tau_b(a: NDArray[np.floating], b: NDArray[np.floating]) -> float:
+    """Kendall's tau-b of two vectors, by scipy.
+
+    Range -1 to 1, higher is more alike; nan with fewer than 3 items or a constant vector.
+
+    Raises
+    ------
+    ShapeError, ValueError : unequal vectors, nan.
+    """
+    return _one_tau_b(*as_pair(a, b))
+
+
+def spearman(a: NDArray[np.floating], b: NDArray[np.floating]) -> float:
+    """Pearson correlation of mid-ranks (tied items share the mean of their places).
+
+    Range -1 to 1, higher is more alike; nan with fewer than 3 items or a constant vector.
+
+    Raises
+    ------
+    ShapeError, ValueError : unequal vectors, nan.
+    """
+    one, two = as_pair(a, b)
+    if len(one) < LEAST_ITEMS:
+        return float("nan")
+    return float(np.trace(_spearman_terms(one, two)))
+
+
+def centred_ranks(values: NDArray[np.floating]) -> Array:
+    """Mid-ranks minus their mean, scaled to length 1; nan when all are tied."""
+    from scipy.stats import rankdata
+
+    ranks = rankdata(values)
+    ranks = ranks - ranks.mean()
+    length = np.sqrt((ranks**2).sum())
+    return ranks / length if length > 0 else np.full(len(ranks), np.nan)
+
+
+def _spearman_terms(a: Array, b: Array) -> Array:
+    return np.outer(centred_ranks(a), centred_ranks(b))
+
+
+def partial_tau(a: NDArray[np.floating], b: NDArray[np.floating], given: NDArray[np.floating]) -> float:
+    """tau-b of a and b with what both share with a third vector (the position) taken out.
+
+    (t_ab - t_ac t_bc) / sqrt((1 - t_ac^2) (1 - t_bc^2)) (Kendall 1942). Range -1 to 1, higher is more alike. nan when
+    one of the three is constant, or when a or b is itself an order of `given`: then nothing is left to compare.
+
+    Raises
+    ------
+    ShapeError, ValueError : unequal vectors, nan.
+    """
+    one, two = as_pair(a, b)
+    one, three = as_pair(one, given)
+    rows = np.stack([one, one, two]), np.stack([two, three, three])
+    return float(_partial(*(np.array([t]) for t in kendall_tau_b(*rows, np.ones(rows[0].shape, dtype=bool))))[0])
+
+
+def _partial(ab: Array, ac: Array, bc: Array) -> Array:
+    left = (1 - ac**2) * (1 - bc**2)
+    return np.divide(ab - ac * bc, np.sqrt(left), out=np.full(ab.shape, np.nan), where=left > 1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------------- nulls
+def tau_null(a: Array, b: Array, *, draws: int = DRAWS, seed: int = 0) -> Null:
+    """Null of tau-b: the distribution of inversions without ties, else shuffles of b."""
+    n = len(a)
+    observed = _one_tau_b(a, b)
+    if len(np.unique(a)) == n == len(np.unique(b)):
+        chance = inversion_chances(n)
+        values = 1 - 2 * np.arange(len(chance)) / (len(chance) - 1)
+        below = np.cumsum(chance)
+        # values fall from 1 to -1 and the distribution is symmetric
+        high = float(values[int(np.searchsorted(below, 0.025 + 1e-12))])
+        p = float(chance[np.abs(values) >= abs(observed) - 1e-9].sum())
+        return Null(-high, high, 0.0, min(p, 1.0), "both", "exact", 0)
+    orders, exact = shuffles(n, draws, seed)
+    rows = np.broadcast_to(a, orders.shape)
+    drawn = kendall_tau_b(rows, b[orders], np.ones(orders.shape, dtype=bool))
+    return null_from_draws(observed, drawn, tail="both", exact=exact)
+
+
+def spearman_null(a: Array, b: Array, *, draws: int = DRAWS, seed: int = 0) -> Null:
+    """Null of Spearman's correlation: shuffles of b."""
+    return pair_sum_null(_spearman_terms(a, b), tail="both", draws=draws, seed=seed)
+
+
+def partial_tau_null(a: Array, b: Array, given: Array, *, draws: int = DRAWS, seed: int = 0) -> Null:
+    """Null of the partial tau: b keeps its dependence on position and loses every other order.
+
+    The ranks of b are split into a line in the ranks of `given` and a rest, and the rest is shuffled (Freedman & Lane
+    1983). Approximate: exact only if the dependence on position is that line.
+    """
+    place, rank = centred_ranks(given), centred_ranks(b)
+    line = place * (place @ rank)
+    orders, exact = shuffles(len(a), draws, seed)
+    drawn_b = line + (rank - line)[orders]
+    everything = np.ones(orders.shape, dtype=bool)
+    rows_a, rows_c = np.broadcast_to(a, orders.shape), np.broadcast_to(given, orders.shape)
+    taus = [kendall_tau_b(x, y, everything) for x, y in ((rows_a, drawn_b), (rows_a, rows_c), (drawn_b, rows_c))]
+    return null_from_draws(partial_tau(a, b, given), _partial(*taus), tail="both", exact=exact)
