@@ -15,6 +15,8 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
     from attndiag.models.load import LoadedModel
@@ -67,6 +69,41 @@ def tiny_llama() -> LlamaForCausalLM:
         pad_token_id=0,
     )
     return _spread(LlamaForCausalLM(config))
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved random Llama with a byte-level tokenizer of its own: any text goes in, nothing sensible comes out."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    words.train_from_iterator(["When Mary and John went to the store, John gave a drink to Mary."] * 3, trainer)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=words.get_vocab_size(),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
+    )
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    _spread(model).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|end|>", pad_token="<|end|>").save_pretrained(folder)
+    return folder
 
 
 def _spread(model: torch.nn.Module) -> torch.nn.Module:

@@ -354,10 +354,12 @@ def save_figures(folder: RunFolder, summary: Summary) -> dict[str, str]:
     for drawing in DRAWINGS:
         with style():
             figure = drawing.draw(summary)
+            # the layout is most of the work of a save; it is the same for every format
+            figure.draw_without_rendering()
+            figure.set_layout_engine("none")
             for kind, metadata in (("png", {}), ("svg", {"Date": None}), ("pdf", {"CreationDate": None})):
                 folder.write_bytes(f"figures/{drawing.name}.{kind}", _rendered(figure, kind, metadata))
         with style(**{"svg.fonttype": "none"}):
-            figure = drawing.draw(summary)
             inline[drawing.name] = _rendered(figure, "svg", {"Date": None}, transparent=True).decode("utf-8")
     return inline
 

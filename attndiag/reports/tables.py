@@ -95,8 +95,9 @@ class Summary:
 
     @property
     def passed(self) -> bool:
-        """Every self-check passed and every prompt was measured."""
-        return bool(self.checks.ok.all()) and self.finished and self.failed.empty
+        """Every self-check passed, every call is certified and every prompt was measured."""
+        certified = self.coverage.certified == self.coverage.calls
+        return bool(self.checks.ok.all()) and certified and self.finished and self.failed.empty
 
     def overall(self, measure: str) -> float:
         """Mean over prompts of a column of `by_prompt`; nan where it is nowhere defined."""
@@ -108,7 +109,7 @@ def summarise(folder: RunFolder) -> Summary:
 
     Raises
     ------
-    RunFolderError : the run holds no measured prompt, or a table is damaged.
+    RunFolderError : the run holds no measured prompt or no certified call, or a table is damaged.
     """
     run = run_facts(folder)
     prompts = folder.read("prompts").sort_values("index", ignore_index=True)
@@ -117,6 +118,12 @@ def summarise(folder: RunFolder) -> Summary:
         reasons = prompts.error.dropna()
         why = f"; the first reason: {reasons.iloc[0]}" if len(reasons) else ""
         raise RunFolderError(f"{folder.path} holds no measured prompt, so there is nothing to report{why}")
+    if not checks_table.certified.any():
+        reasons = checks_table.failures.dropna()
+        raise RunFolderError(
+            f"{folder.path}: not one of its {len(checks_table)} attention calls is certified, so no number can be "
+            f"reported; the first reason: {reasons.iloc[0] if len(reasons) else 'none was written down'}"
+        )
     places = find_places(checks_table)
     certified = heads_table[heads_table.certified].merge(places[["module", "place", "label"]], on="module")
     of_heads = certified[certified["head"].notna()]
@@ -243,12 +250,12 @@ def _checks(run: dict[str, Any], checks: pd.DataFrame) -> pd.DataFrame:
     if equal is not None:
         rows.append(("outputs with and without capture are bit-equal (first prompt)", np.nan, np.nan, int(equal), 1))
     for column, meaning in names.items():
-        known = checks[checks[column].notna()]
+        # the others may not exist for a call; the first always does, so a missing one was undefined and fails
+        known = checks if column == "value_error" else checks[checks[column].notna()]
         if len(known):
             passed = int((known[column] <= known.tolerance).sum())
             rows.append((meaning, float(known[column].max()), float(known.tolerance.max()), passed, len(known)))
     table = pd.DataFrame(rows, columns=["check", "worst", "tolerance", "passed", "of"])
-    # a nan error is no pass: it compares as False above, and a missing one is not among the known
     table["ok"] = table.passed == table.of
     return table
 

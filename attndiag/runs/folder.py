@@ -322,6 +322,7 @@ def explained(path: Path) -> Iterator[None]:
             errno.EPERM: "you may not write there; give another folder",
             errno.EROFS: "that file system is read-only; give another folder",
             errno.ENOTDIR: "part of that path is a file; give another folder",
+            errno.EEXIST: "part of that path is a file; give another folder",
         }
         why = remedies.get(error.errno or 0, str(error))
         raise RunFolderError(f"{path} cannot be written: {why}. What was written before stays") from error
