@@ -26,7 +26,9 @@ import torch
 import attndiag
 
 
-def contenders(lm: attndiag.models.load.LoadedModel, eager: torch.nn.Module, bridge: object | None) -> dict[str, Callable]:
+def contenders(
+    lm: attndiag.models.load.LoadedModel, eager: torch.nn.Module, bridge: object | None
+) -> dict[str, Callable]:
     """Name -> function of the input ids."""
 
     def full_certificate(ids: torch.Tensor) -> None:

@@ -166,6 +166,8 @@ class Recorder:
             self._pending = [p for p in self._pending if p.trace is not trace]
         else:
             self._emit(trace)
+        if not self._blocks:
+            self._arguments.clear()  # they hold the hidden states of every layer
 
     def _after_child(self, module: nn.Module, _args: tuple, _kwargs: dict, output: Any) -> None:
         tensor = first_tensor(output)
