@@ -124,6 +124,8 @@ class Patch:
     `site`: `"resid_pre"` and `"resid_post"` (what enters and leaves the block), `"attn_out"` (after W_O), `"mlp_out"`
     (what the feed-forward branch adds), all [batch, position, d_model]; `"head_out"` (z of one or more heads),
     [batch, position, chosen head, d_value]. `values` is broadcastable to that. `position` None patches all of them.
+    `where` narrows it further: boolean, broadcastable to [batch, position] or, for heads, [batch, position, chosen
+    head], so that each row of a batch can have a patch of its own.
     """
 
     layer: int
@@ -131,6 +133,7 @@ class Patch:
     values: Tensor
     head: Which = None
     position: Which = None
+    where: Tensor | None = None
     stream: Stream = "self"
 
     def __post_init__(self) -> None:
@@ -256,6 +259,11 @@ def _replaced(call: LiveCall, edit: HeadAblation | Patch, z: Tensor) -> tuple[Te
     heads = call.head_mask(edit.head)
     rows = call.query_mask(edit.query if isinstance(edit, HeadAblation) else edit.position)
     chosen = rows[:, :, None] & heads[None, None, :]
+    if isinstance(edit, Patch) and edit.where is not None:
+        shape = (z.shape[0], z.shape[1], int(heads.sum()))
+        only = torch.zeros_like(chosen)
+        only[:, :, heads] = fitted(edit.where, shape, f"{call.module_name}: where", chosen)
+        chosen = chosen & only
     if edit.values is not None:
         expected = (z.shape[0], z.shape[1], int(heads.sum()), z.shape[3])
         new = fitted(edit.values, expected, f"{call.module_name}: values", z)

@@ -329,6 +329,8 @@ class _Session:
         )
         chosen = queries.present(which, full.shape[0], queries.past + n_positions, "position")[:, -n_positions:]
         chosen = chosen.to(full.device)
+        if edit.where is not None:
+            chosen = chosen & fitted(edit.where, tuple(chosen.shape), f"{name}: where", chosen)
         edited = torch.where(chosen[..., None], values, full)
         self._note(name, full, edited, [edit], [chosen])
         return edited.reshape(tensor.shape)
