@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attndiag.explain.contributions import contributions
     from attndiag.explain.edge_truth import edge_effects
+    from attndiag.explain.head_history import heads_over_checkpoints
+    from attndiag.explain.head_scores import heads
+    from attndiag.explain.replacement import Replacement
     from attndiag.explain.target import score
     from attndiag.hooks.capture_context import capture
     from attndiag.hooks.edit_kinds import (
@@ -41,6 +44,7 @@ _HOME = {
     "Patch": "attndiag.hooks.edit_kinds",
     "PatternReplacement": "attndiag.hooks.edit_kinds",
     "Prompt": "attndiag.prompts",
+    "Replacement": "attndiag.explain.replacement",
     "Scores": "attndiag.scores",
     "Target": "attndiag.prompts",
     "ValueZeroing": "attndiag.hooks.edit_kinds",
@@ -48,6 +52,8 @@ _HOME = {
     "contributions": "attndiag.explain.contributions",
     "edge_effects": "attndiag.explain.edge_truth",
     "edit": "attndiag.hooks.edits",
+    "heads": "attndiag.explain.head_scores",
+    "heads_over_checkpoints": "attndiag.explain.head_history",
     "load": "attndiag.models.load",
     "read_prompts": "attndiag.runs.prompt_files",
     "report": "attndiag.reports.page",
@@ -62,6 +68,7 @@ __all__ = [
     "Patch",
     "PatternReplacement",
     "Prompt",
+    "Replacement",
     "Scores",
     "Target",
     "ValueZeroing",
@@ -70,6 +77,8 @@ __all__ = [
     "contributions",
     "edge_effects",
     "edit",
+    "heads",
+    "heads_over_checkpoints",
     "load",
     "read_prompts",
     "report",

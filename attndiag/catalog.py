@@ -83,7 +83,8 @@ class Method:
         return {
             each.name: each.default
             for each in given
-            if each.name not in {"lm", "prompt", "prompts", "target", *self.fixed} and each.default is not each.empty
+            if each.name not in {"lm", "prompt", "prompts", "target", "progress", *self.fixed}
+            and each.default is not each.empty
         }
 
 

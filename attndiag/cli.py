@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from attndiag.commands.console import INTERRUPTED, data
+from attndiag.commands.explain import explain, methods
 from attndiag.commands.facts import env, models, validate
 from attndiag.commands.report import report
 from attndiag.commands.view import view
@@ -24,7 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 # in the order in which --help lists them
-for command in (report, view, validate, models, env):
+for command in (report, view, explain, validate, methods, models, env):
     app.command()(command)
 
 

@@ -1,0 +1,320 @@
+"""`attndiag explain` and `attndiag methods`: one method of the catalogue on prompts, and the list of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attndiag.commands import options
+from attndiag.commands.console import FINE, SOME_FAILED, data, data_json, guarded, progress_bar, remark
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from attndiag.catalog import Method
+    from attndiag.models.load import LoadedModel
+    from attndiag.prompts import Prompt
+    from attndiag.scores import Scores
+
+
+@guarded
+def methods(
+    scope: Annotated[
+        str | None, typer.Option(help="Only methods for: token, edge, head, row.", show_default=False)
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Methods with their cost, sign, unit and source.
+
+    \b
+    Examples:
+      attndiag methods
+      attndiag methods --scope token --json
+    """
+    from attndiag.catalog import CATALOG
+
+    chosen = [entry for entry in CATALOG.values() if scope in (None, entry.scope)]
+    if not chosen:
+        scopes = sorted({entry.scope for entry in CATALOG.values()})
+        raise typer.BadParameter(f"there is no scope {scope!r}; expected one of {', '.join(scopes)}")
+    if json:
+        data_json([_facts(entry) for entry in chosen])
+        return
+    for entry in chosen:
+        data(f"{entry.name:<22} {entry.what}")
+        needs = f"; needs {', '.join(entry.needs)}" if entry.needs else ""
+        data(f"{'':<22} {entry.scope}, {entry.sign}, in {entry.unit}; {entry.cost}{needs}; {entry.source}")
+
+
+@guarded
+def explain(
+    text: Annotated[str | None, typer.Argument(help="The prompt.", show_default=False)] = None,
+    prompts: options.Prompts = None,
+    prompt_id: Annotated[
+        str | None, typer.Option("--id", metavar="ID", help="One prompt of the set.", show_default=False)
+    ] = None,
+    method: Annotated[str, typer.Option("--method", help="A name from `attndiag methods`.")] = "replacement",
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Answer, first token, leading space included; the model's own top-1 by default.", show_default=False
+        ),
+    ] = None,
+    foil: Annotated[str | None, typer.Option(help="What the answer is measured against.", show_default=False)] = None,
+    replacement: Annotated[
+        str | None,
+        typer.Option(
+            help="For replacement: pair, sampled:draws=8,seed=1, uniform, delete, 'token: the', ...", show_default=False
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="A parameter of the method: baseline=pair, steps=64, layers=3,4.",
+            show_default=False,
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Edges shown for each prompt; tokens are all shown.")] = 20,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write the table as .csv or .parquet.",
+            show_default=False,
+            rich_help_panel=options.OUTPUT,
+        ),
+    ] = None,
+    limit: options.Limit = None,
+    skip_bad: options.SkipBad = False,
+    model: options.ModelName = "default",
+    revision: options.Revision = None,
+    device: options.Device = "auto",
+    dtype: options.DType = "auto",
+    attn_implementation: options.AttnImplementation = None,
+    offline: options.Offline = False,
+    quiet: options.Quiet = False,
+    json: options.Json = False,
+) -> None:
+    """What each token, or edge, does for one answer.
+
+    Runs one method on a prompt, or on each prompt of a file, and prints a table. A prompt that cannot be measured is
+    named with its reason and the others go on; scores that failed their own checks (a completeness gap above 5 %, say)
+    are printed and marked.
+
+    Exit status: 0 fine; 1 some prompts failed or a check failed; 2 misuse.
+
+    \b
+    Examples:
+      attndiag explain "When Mary and John went to the store, John gave a drink to" --target " Mary" --foil " John"
+      attndiag explain "The capital of France is" --method integrated_gradients --set baseline=zero
+      attndiag explain --id ioi-1 --method replacement --replacement pair
+      attndiag explain --prompts my.jsonl --method kernel_shap -o scores.parquet
+    """
+    from attndiag.catalog import method_named
+
+    entry = method_named(method)
+    params = _parameters(settings or [])
+    if replacement is not None:
+        params["replacement"] = replacement
+    if output is not None and output.suffix not in (".csv", ".parquet"):
+        raise typer.BadParameter(f"{output} ends neither in .csv nor in .parquet")
+    chosen = _prompts(text, prompts, prompt_id, target, foil, limit, skip_bad, quiet)
+
+    from attndiag.models.load import load
+
+    with progress_bar(quiet=quiet) as bar:
+        lm = load(
+            model,
+            revision=revision,
+            device=device,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            offline=True if offline else None,
+            progress=bar,
+        )
+    with progress_bar(quiet=quiet) as bar:
+        results, failed = _measure(lm, entry, chosen, params, bar)
+    for label, reason in failed.items():
+        remark(f"{label}: {reason}")
+    if results:
+        _show(results, entry, top, output, json=json)
+    unverified = {label: scores.failures for label, scores in results.items() if scores.failures}
+    for label, failures in unverified.items():
+        remark(f"{label}: not verified: {'; '.join(failures)}")
+    raise typer.Exit(SOME_FAILED if failed or unverified else FINE)
+
+
+def _measure(
+    lm: LoadedModel, entry: Method, prompts: list[Prompt], params: dict[str, Any], bar: Any
+) -> tuple[dict[str, Scores], dict[str, str]]:
+    """Scores by prompt, and why others have none."""
+    from attndiag import catalog
+    from attndiag.errors import AttnDiagError
+    from attndiag.explain.resolve import prompt_label
+
+    results: dict[str, Scores] = {}
+    failed: dict[str, str] = {}
+    bar("measuring", 0, len(prompts))
+    for done, prompt in enumerate(prompts, start=1):
+        label = prompt_label(prompt)
+        try:
+            results[label] = catalog.explain(lm, prompt, method=entry.name, **params)
+        except (catalog.UnknownParameterError, catalog.UnknownMethodError):
+            raise
+        except AttnDiagError as error:
+            if len(prompts) == 1:
+                raise
+            failed[label] = " ".join(str(error).split())
+        except (ValueError, TypeError) as error:  # a parameter out of range: misuse, whatever the prompt
+            raise typer.BadParameter(" ".join(str(error).split())) from error
+        bar("measuring", done, len(prompts))
+    return results, failed
+
+
+def _show(results: dict[str, Scores], entry: Method, top: int, output: Path | None, *, json: bool) -> None:
+    import pandas as pd
+
+    frames = {label: _frame(scores) for label, scores in results.items()}
+    if output is not None:
+        whole = pd.concat([frame.assign(prompt=label) for label, frame in frames.items()], ignore_index=True)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if output.suffix == ".csv":
+            whole.to_csv(output, index=False)
+        else:
+            whole.to_parquet(output, compression="zstd", index=False)
+        data(str(output))
+        return
+    if json:
+        data_json([_as_json(label, scores, frames[label]) for label, scores in results.items()])
+        return
+    for label, scores in results.items():
+        frame = frames[label]
+        if len(results) > 1:
+            data(f"# {label}")
+        about = [scores.method, f"in {scores.unit}", scores.sign]
+        about += [f"{name}={value}" for name, value in scores.params.items() if isinstance(value, (str, int, float))]
+        if isinstance(scores.checks.get("m"), float):
+            about.append(f"m={scores.checks['m']:.4g}")
+        if isinstance(scores.checks.get("completeness_gap"), float):
+            about.append(f"completeness gap {scores.checks['completeness_gap']:.2%}")
+        data("# " + ", ".join(about))
+        if entry.scope != "token":
+            known = frame[frame["value"].notna()]
+            frame = known.loc[known["value"].abs().sort_values(ascending=False, kind="stable").index].head(top)
+        data(
+            frame.drop(columns=["method", "unit"]).to_string(index=False, na_rep="-", float_format=lambda x: f"{x:.4g}")
+        )
+
+
+def _frame(scores: Scores) -> pd.DataFrame:
+    """The tidy table, with what was measured beside each value."""
+    frame = scores.to_frame()
+    if len(scores.axes) == 1:
+        for name in ("se", "flip_share", "ood", "admissible"):
+            values = scores.checks.get(name)
+            if hasattr(values, "tolist") and len(values) == len(frame):
+                frame[name] = values.tolist()
+    return frame
+
+
+def _as_json(label: str, scores: Scores, frame: pd.DataFrame) -> dict[str, Any]:
+    checks = {name: value for name, value in scores.checks.items() if isinstance(value, (str, int, float, bool))}
+    return {
+        "prompt": label,
+        "method": scores.method,
+        "unit": scores.unit,
+        "sign": scores.sign,
+        "params": {
+            name: value if isinstance(value, (str, int, float)) else str(value) for name, value in scores.params.items()
+        },
+        "checks": checks,
+        "failures": list(scores.failures),
+        "rows": frame.drop(columns=["method", "unit"]).to_dict(orient="records"),
+    }
+
+
+def _prompts(
+    text: str | None,
+    path: Path | None,
+    prompt_id: str | None,
+    target: str | None,
+    foil: str | None,
+    limit: int | None,
+    skip_bad: bool,
+    quiet: bool,
+) -> list[Prompt]:
+    import difflib
+    from dataclasses import replace
+
+    from attndiag.errors import PromptError
+    from attndiag.prompts import Prompt
+
+    if foil is not None and target is None:
+        raise typer.BadParameter("a foil needs a target to be compared with; add --target")
+    if text is not None:
+        if path is not None or prompt_id is not None:
+            raise typer.BadParameter("give either a prompt or --prompts and --id, not both")
+        return [Prompt(text, id="prompt", target=target, foil=foil)]
+    if path is None and prompt_id is None:
+        raise typer.BadParameter('give a prompt, for example: attndiag explain "The capital of France is"')
+    from attndiag.runs.prompt_files import SHIPPED, scan_prompts
+
+    found = scan_prompts(SHIPPED if path is None else path)
+    if skip_bad:
+        for entry in found.bad:
+            remark(f"skipped {found.path}:{entry.line}: {entry.reason}", quiet=quiet)
+    chosen = list(found.require_any() if skip_bad else found.require_clean())
+    if prompt_id is not None:
+        named = [prompt for prompt in chosen if prompt.id == prompt_id]
+        if not named:
+            near = difflib.get_close_matches(prompt_id, [str(prompt.id) for prompt in chosen], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the first is {chosen[0].id!r}"
+            raise PromptError(f"there is no prompt {prompt_id!r} in {path or 'the shipped set'}; {hint}")
+        chosen = named
+    if target is not None:
+        chosen = [replace(prompt, target=target, foil=foil) for prompt in chosen]
+    return chosen[:limit]
+
+
+def _parameters(given: list[str]) -> dict[str, Any]:
+    """`name=value` pairs: numbers, true/false/none, comma-separated whole numbers, else text as it stands."""
+    found: dict[str, Any] = {}
+    for pair in given:
+        name, separator, value = pair.partition("=")
+        if not separator or not name.isidentifier():
+            raise typer.BadParameter(f"--set {pair!r} is not NAME=VALUE")
+        found[name] = _value(name, value)
+    return found
+
+
+def _value(name: str, value: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if value.lower() in words and name != "keep":
+        return words[value.lower()]
+    parts = value.split(",")
+    if all(part.strip().lstrip("-").isdigit() for part in parts):
+        numbers = [int(part) for part in parts]
+        return numbers if len(numbers) > 1 or name in ("layers", "queries", "keep") else numbers[0]
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _facts(entry: Method) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "what": entry.what,
+        "scope": entry.scope,
+        "sign": entry.sign,
+        "unit": entry.unit,
+        "cost": entry.cost,
+        "needs": list(entry.needs),
+        "source": entry.source,
+    }

@@ -1,0 +1,123 @@
+"""`attndiag explain` and `attndiag methods` on a small saved model: tables, JSON, files, exit states, no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+from attndiag.cli import app
+
+TEXT = "w5 w9 w30 w7 w9 w12"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_llama: LlamaForCausalLM) -> Path:
+    path = tmp_path / "checkpoint"
+    tiny_llama.save_pretrained(path)
+    names = ["<bos>", "<pad>", "<unk>", "<mask>", *(f"w{index}" for index in range(4, 64))]
+    backend = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", pad_token="<pad>")
+    tokenizer.unk_token = "<unk>"
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+def explain(folder: Path, *words: str) -> Result:
+    return run("explain", *words, "-m", str(folder), "--device", "cpu", "-q")
+
+
+def test_a_prompt_gives_a_table(folder: Path) -> None:
+    done = explain(folder, TEXT, "--target", "w10", "--foil", "w20", "--replacement", "uniform:draws=2")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("# replacement, in logits, signed, replacement=uniform(draws=2, seed=0), m=")
+    assert lines[1].split() == ["position", "position_label", "value", "se", "flip_share", "ood", "admissible"]
+    assert len(lines) == 8
+
+
+def test_json_holds_every_row_and_swapping_negates(folder: Path) -> None:
+    words = ["--method", "integrated_gradients", "--set", "baseline=token=w40", "--set", "steps=4", "--json"]
+    one = json.loads(explain(folder, TEXT, "--target", "w10", "--foil", "w20", *words).stdout)[0]
+    two = json.loads(explain(folder, TEXT, "--target", "w20", "--foil", "w10", *words).stdout)[0]
+    assert one["params"]["baseline"] == "token=w40"
+    assert one["checks"]["completeness_gap"] < 0.05
+    assert one["rows"][0]["value"] is None
+    assert [row["value"] for row in one["rows"][1:]] == [-row["value"] for row in two["rows"][1:]]
+
+
+def test_a_file_goes_on_past_a_prompt_that_fails(folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [
+        {"id": "good", "prompt": TEXT, "target": "w10", "foil": "w20"},
+        {"id": "unheard", "prompt": TEXT, "target": "mary"},
+    ]
+    prompts.write_text("\n".join(map(json.dumps, rows)))
+    table = tmp_path / "out" / "scores.parquet"
+    done = explain(folder, "--prompts", str(prompts), "--method", "occlusion", "-o", str(table))
+    assert done.exit_code == 1
+    assert done.stderr.startswith("unheard: 'mary' is outside the vocabulary")
+    frame = pd.read_parquet(table)
+    assert list(frame["prompt"].unique()) == ["good"]
+    assert len(frame) == 6
+    shown = explain(folder, "--prompts", str(prompts), "--id", "good", "--method", "weight", "--top", "3")
+    assert shown.exit_code == 0, shown.output
+    assert len(shown.stdout.splitlines()) == 5
+
+
+def test_scores_that_fail_their_own_check_are_shown_and_marked(folder: Path) -> None:
+    words = ["--method", "integrated_gradients", "--set", "steps=1", "--set", "max_steps=1", "--set", "keep=none"]
+    done = explain(folder, TEXT, "--target", "w10", "--foil", "w20", *words)
+    assert done.exit_code == 1
+    assert "prompt: not verified: the scores miss m(x) - m(mean_embedding)" in done.stderr
+    assert "completeness gap" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["explain"], "give a prompt, for example"),
+        (["explain", TEXT, "--method", "saliencyy"], "no method 'saliencyy'; did you mean 'saliency'"),
+        (["explain", TEXT, "--foil", "w20"], "a foil needs a target"),
+        (["explain", TEXT, "--set", "steps"], "is not NAME=VALUE"),
+        (["explain", TEXT, "--id", "x"], "not both"),
+        (["explain", "--id", "ioi-0"], "there is no prompt 'ioi-0' in the shipped set; did you mean 'ioi-"),
+        (["explain", TEXT, "-o", "x.xlsx"], "ends neither in .csv nor in .parquet"),
+        (["methods", "--scope", "layer"], "there is no scope 'layer'; expected one of edge, row, token"),
+    ],
+)
+def test_misuse_is_told_before_a_model_is_loaded(words: list[str], message: str) -> None:
+    done = run(*words)
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_parameters_that_do_not_exist_or_do_not_fit_are_misuse(folder: Path) -> None:
+    unknown = explain(folder, TEXT, "--method", "occlusion", "--set", "windw=2")
+    assert unknown.exit_code == 2
+    assert "did you mean 'window'" in unknown.stderr
+    wide = explain(folder, TEXT, "--method", "occlusion", "--set", "window=99")
+    assert wide.exit_code == 2
+    assert "the shortest prompt has 6 tokens" in " ".join(wide.stderr.split())
+
+
+def test_methods_are_listed_without_torch() -> None:
+    done = run("methods", "--scope", "token", "--json")
+    listed = json.loads(done.stdout)
+    assert {"replacement", "saliency", "kernel_shap"} <= {each["name"] for each in listed}
+    assert all(each["cost"] and each["source"] for each in listed)
+    code = "import sys; sys.argv = ['attndiag', 'methods']\nfrom attndiag.cli import main\ntry:\n    main()\n"
+    code += "except SystemExit as stop:\n    assert not stop.code\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
