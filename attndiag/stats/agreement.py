@@ -131,13 +131,19 @@ def spearman(a: NDArray[np.floating], b: NDArray[np.floating]) -> float:
 
 
 def centred_ranks(values: NDArray[np.floating]) -> Array:
-    """Mid-ranks minus their mean, scaled to length 1; nan when all are tied."""
+    """Mid-ranks along the last axis minus their mean, scaled to length 1; nan where all are tied."""
     from scipy.stats import rankdata
 
-    ranks = rankdata(values)
-    ranks = ranks - ranks.mean()
-    length = np.sqrt((ranks**2).sum())
-    return ranks / length if length > 0 else np.full(len(ranks), np.nan)
+    return centred(rankdata(values, axis=-1))
+
+
+def centred(values: NDArray[np.floating]) -> Array:
+    """Values along the last axis minus their mean, scaled to length 1; nan where all are equal."""
+    rest = values - values.mean(axis=-1, keepdims=True)
+    length = np.sqrt((rest**2).sum(axis=-1, keepdims=True))
+    # a constant row keeps a rest of rounding size
+    some = length > 1e-12 * np.abs(values).max(axis=-1, keepdims=True, initial=0.0)
+    return np.divide(rest, length, out=np.full(rest.shape, np.nan), where=some)
 
 
 def _spearman_terms(a: Array, b: Array) -> Array:
