@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attndiag.core.attention import forbidden_entries
+from attndiag.errors import ShapeError
 from attndiag.shapes import group_size
 
 # Stands for -inf in the scores of a block: finite, so that no nan is ever made, yet exp() of it is exactly 0.
@@ -214,7 +215,7 @@ def softmax_over_keys(
     floor = LOG_TINY[scores.dtype]
     scores.sub_(top[:, None]).clamp_min_(floor)
     weights = scores.exp_() if out is None else torch.exp(scores, out=out)
-    torch.nn.functional.threshold_(weights, 2 * math.exp(floor), 0.0)
+    torch.threshold_(weights, 2 * math.exp(floor), 0.0)
     total = weights.sum(dim=1)
     entropy = None
     if out is not None:
@@ -313,4 +314,14 @@ def _term(term: BlockTerm, problem: AttentionProblem, batch: int, queries: KeySe
     query_pos = positions(queries, problem.n_queries, device) + problem.offset
     key_pos = positions(keys, problem.n_keys, device)
     made = term(query_pos[:, None], key_pos[None, :])
-    return made[(None,) * (3 - made.ndim)] if made.ndim < 3 else made
+    shape = torch.Size((problem.n_heads, len(query_pos), len(key_pos)))
+    try:
+        fits = made.ndim <= 3 and torch.broadcast_shapes(made.shape, shape) == shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ShapeError(
+            f"a mask or bias function returned shape {tuple(made.shape)} for {len(query_pos)} queries and "
+            f"{len(key_pos)} keys; expected {tuple(shape)} [head, query, key] or one that broadcasts to it"
+        )
+    return made[(None,) * (3 - made.ndim)]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.fx.experimental import _config as shape_config
 
 from attndiag.core.blocks import AttentionProblem
 from attndiag.errors import InsufficientMemoryError
@@ -85,9 +86,10 @@ def preparation_bytes(problem: AttentionProblem, formulation: Formulation) -> in
     inputs = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     if formulation == "direct":
         return inputs
-    heads, keys = problem.n_heads, min(problem.n_keys, 64)
+    heads, keys = problem.n_heads, min(problem.n_keys, 128)
     factors = problem.n_keys * (heads + 1) * heads * problem.q.element_size()
-    return inputs + factors + keys * heads * (8 * 3 * heads + 12 * min(problem.d_model, 256))
+    parts = keys * heads * 12 * min(problem.d_model, 256) if problem.q.device.type == "cpu" else 2**29
+    return inputs + factors + keys * heads * heads * 8 * 4 + parts
 
 
 def require_memory(needed: int, limit: int | None, device: torch.device, remedy: str) -> None:
@@ -131,8 +133,9 @@ def compiled_or_eager(function: Callable[..., Any]) -> Callable[..., Any]:
         if _broken_compiler:
             return function(*arguments)
         try:
-            # duck shaping would tie equal sizes together and make a new graph when they part
-            with torch.fx.experimental._config.patch(use_duck_shape=False):
+            # duck shaping would tie equal sizes together and make a new graph when they part; torch adds `patch` to its
+            # configuration modules at run time
+            with shape_config.patch(use_duck_shape=False):  # pyright: ignore[reportAttributeAccessIssue]
                 return _compiled(function)(*arguments)
         except _compiler_errors() as error:
             _broken_compiler.append(True)

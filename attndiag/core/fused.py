@@ -265,9 +265,8 @@ class _Pass:
         self.residual, self.directions = residual, directions
         self.targets = target_queries(problem, target_query)
         # totals add up many small numbers: float64 until the end
-        exact = {"dtype": torch.float64, "device": problem.q.device}
-        self.key_total = torch.zeros(problem.batch, problem.n_keys, **exact)
-        self.head_key_total = torch.zeros(problem.batch, problem.n_heads, problem.n_keys, **exact)
+        self.head_key_total = problem.q.new_zeros(problem.batch, problem.n_heads, problem.n_keys, dtype=torch.float64)
+        self.key_total = torch.zeros_like(self.head_key_total[:, 0])
         self.out = {name: self._allocate(name) for name in sorted(wanted - TOTALS)}
 
     def run(self) -> FusedResult:

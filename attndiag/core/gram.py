@@ -64,10 +64,12 @@ def key_factors(problem: AttentionProblem, batch: int, *, dtype: torch.dtype | N
         some_v = v[:, some]
         gram = _gram(expand_heads(some_v, problem.group), w_o, width, coarse)
         norms = gram.diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt()
-        factor, failed = _cholesky(gram, norms)
-        if failed is not None:
+        factor, info = torch.linalg.cholesky_ex(_unit(gram, norms, LIFTS[0]))
+        if info.any():
+            failed = info.nonzero()[:, 0]
             if coarse:
                 gram[failed] = _gram(expand_heads(some_v[:, failed], problem.group), w_o, width, False)
+                norms = gram.diagonal(dim1=1, dim2=2).clamp_min(0.0).sqrt()
             factor[failed] = _robust_factor(gram[failed], norms[failed])
         factors[some, heads] = norms.to(wanted)
         factors[some, :heads] = (factor * norms[:, :, None]).mT.to(wanted)
@@ -132,9 +134,9 @@ def _gram(v: Tensor, w_o: Tensor, width: int, coarse: bool) -> Tensor:
 def _gram_chunks(problem: AttentionProblem, coarse: bool) -> tuple[int, int]:
     """(keys, columns of d_model) of one step of the accumulation."""
     if problem.q.device.type != "cpu":
-        # few large launches; a copy of f stays below half a gigabyte
-        keys = max(16, 2**29 // (8 * problem.n_heads * problem.d_model))
-        return keys, COARSE_WIDTH if coarse else problem.d_model
+        # few large launches; the parts of f and their copies stay below half a gigabyte
+        width = min(problem.d_model, COARSE_WIDTH if coarse else 1024)
+        return max(16, 2**29 // (12 * problem.n_heads * width)), width
     keys = 128 if coarse else 32
     columns = GRAM_BYTES // ((4 if coarse else 8) * problem.n_heads * keys) // 64 * 64
     return keys, min(problem.d_model, max(64, min(columns, COARSE_WIDTH if coarse else 256)))
@@ -147,12 +149,6 @@ def _direct_chunks(problem: AttentionProblem, n_queries: int) -> tuple[int, int]
     return keys, min(problem.d_model, max(64, columns))
 
 
-def _cholesky(gram: Tensor, norms: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Cholesky factors of the Gram matrices scaled to unit diagonal, and the indices of those that failed."""
-    factor, info = torch.linalg.cholesky_ex(_unit(gram, norms, LIFTS[0]))
-    return factor, info.nonzero()[:, 0] if info.any() else None
-
-
 def _robust_factor(gram: Tensor, norms: Tensor) -> Tensor:
     """A square root of each scaled Gram matrix: Cholesky with a growing lift, then eigenvalues clipped at 0."""
     factor, info = torch.linalg.cholesky_ex(_unit(gram, norms, LIFTS[0]))
@@ -162,6 +158,8 @@ def _robust_factor(gram: Tensor, norms: Tensor) -> Tensor:
             return factor
         factor[failed], info[failed] = torch.linalg.cholesky_ex(_unit(gram[failed], norms[failed], lift))
     failed = info != 0
+    if not failed.any():
+        return factor
     values, vectors = torch.linalg.eigh(_unit(gram[failed], norms[failed], 0.0))
     factor[failed] = vectors * values.clamp_min(0.0).sqrt()[:, None, :]
     return factor

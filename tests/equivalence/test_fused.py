@@ -265,7 +265,8 @@ def test_random_calls(
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "n", "d_model"), [(1, 1, 700, 16), (40, 1, 60, 48), (5, 8, 300, 24), (12, 1, 257, 96)]
+    ("kv_heads", "group", "n", "d_model"),
+    [(1, 1, 700, 16), (1, 3, 700, 8), (40, 1, 60, 48), (5, 8, 300, 24), (12, 1, 257, 96)],
 )
 def test_many_heads_and_long_rows(kv_heads: int, group: int, n: int, d_model: int) -> None:
     call = random_call(5, kv_heads=kv_heads, group=group, n_queries=n, n_keys=n, d_model=d_model)
@@ -424,6 +425,13 @@ def test_callables_stand_for_masks_and_biases() -> None:
     )
     assert as_tensors.contribution is not None and as_functions.contribution is not None
     assert torch.equal(as_tensors.contribution, as_functions.contribution)
+
+
+def test_a_function_that_returns_the_wrong_shape_is_named() -> None:
+    with pytest.raises(
+        ShapeError, match=r"function returned shape \(5,\) for 12 queries and 12 keys; expected \(4, 12"
+    ):
+        attention_contributions(**random_call(0), position_bias=lambda own, key: torch.zeros(5))
 
 
 class LargestTensor(TorchDispatchMode):
