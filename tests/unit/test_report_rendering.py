@@ -46,6 +46,13 @@ def rendered(tiny_lm: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> 
     return report(tmp_path_factory.mktemp("report") / "out", lm=tiny_lm, prompts=prompts)
 
 
+@pytest.fixture
+def plain_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty drawings, for tests that are about something else: drawing is most of the time of a report."""
+    empty = '<svg width="1pt" height="1pt" viewBox="0 0 1 1"></svg>'
+    monkeypatch.setattr(page_module, "save_figures", lambda *_: {drawing.name: empty for drawing in DRAWINGS})
+
+
 class Scan(HTMLParser):
     """Tags, ids and addresses of a page."""
 
@@ -140,6 +147,7 @@ def test_a_notebook_gets_a_frame_of_its_own(rendered: page_module.Report) -> Non
     assert html.unescape(srcdoc) == rendered.to_html()
 
 
+@pytest.mark.usefixtures("plain_figures")
 def test_the_headline_holds_the_known_numbers(tmp_path: Path) -> None:
     known = KNOWN_MODELS["sink_against_value"]()
     lm = attndiag.load(known.model, tokenizer=known.tokenizer())
@@ -158,6 +166,7 @@ def test_the_headline_holds_the_known_numbers(tmp_path: Path) -> None:
     assert "all 1 checked prompts right" in page
 
 
+@pytest.mark.usefixtures("plain_figures")
 def test_averages_weigh_each_prompt_alike_and_leave_uncertified_calls_out(tiny_lm: LoadedModel, tmp_path: Path) -> None:
     prompts = [Prompt("When Mary and John", id="a"), Prompt("to the store, John gave a drink to Mary and John", id="b")]
     folder = measure_prompts(tiny_lm, prompts, tmp_path / "out").folder
@@ -208,6 +217,7 @@ def test_a_nan_error_is_no_pass(tiny_lm: LoadedModel, tmp_path: Path) -> None:
         summarise(folder)
 
 
+@pytest.mark.usefixtures("plain_figures")
 def test_an_unfinished_run_is_rendered_and_says_so(tiny_lm: LoadedModel, tmp_path: Path) -> None:
     def stop(_what: str, done: int, _total: int) -> None:
         if done == 2:
@@ -228,6 +238,7 @@ def test_a_run_without_a_measured_prompt_says_why(tiny_lm: LoadedModel, tmp_path
         report(folder.path)
 
 
+@pytest.mark.usefixtures("plain_figures")
 def test_a_page_over_budget_is_refused(rendered: page_module.Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_module, "BUDGET", 1000)
     with pytest.raises(RunFolderError, match="the page would have"):
@@ -241,6 +252,7 @@ def test_arguments_that_contradict_each_other(tiny_lm: LoadedModel, tmp_path: Pa
         report(tmp_path)
 
 
+@pytest.mark.usefixtures("plain_figures")
 def test_a_large_model_keeps_the_heads_that_differ_most(
     rendered: page_module.Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
