@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attndiag.explain.audit_run import audit
     from attndiag.explain.contributions import contributions
     from attndiag.explain.edge_truth import edge_effects
     from attndiag.explain.head_history import heads_over_checkpoints
@@ -48,6 +49,7 @@ _HOME = {
     "Scores": "attndiag.scores",
     "Target": "attndiag.prompts",
     "ValueZeroing": "attndiag.hooks.edit_kinds",
+    "audit": "attndiag.explain.audit_run",
     "capture": "attndiag.hooks.capture_context",
     "contributions": "attndiag.explain.contributions",
     "edge_effects": "attndiag.explain.edge_truth",
@@ -73,6 +75,7 @@ __all__ = [
     "Target",
     "ValueZeroing",
     "__version__",
+    "audit",
     "capture",
     "contributions",
     "edge_effects",
