@@ -54,8 +54,9 @@ def test_the_known_figures_of_the_named_prompt(heads: pd.DataFrame) -> None:
 def test_the_known_task_of_the_named_prompt(made: Report) -> None:
     row = made.summary.prompts.set_index("prompt").loc["ioi-1"]
     assert (row.top1, row.n_tokens, row.task_ok) == (" Mary", 14, True)
-    assert row.target_prob == pytest.approx(0.924, abs=1e-3)
-    assert row.logit_diff == pytest.approx(6.137, abs=2e-3)
+    # the float32 weights that are shipped; rounded to bfloat16 first they give .924 and 6.137
+    assert row.target_prob == pytest.approx(0.9229, abs=2e-4)
+    assert row.logit_diff == pytest.approx(6.120, abs=2e-3)
 
 
 def test_everything_is_certified_and_the_page_says_what_the_tables_hold(made: Report) -> None:
