@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from attndiag.errors import NothingCapturedError, UnsupportedModelError
@@ -25,6 +24,7 @@ from attndiag.explain.mask_judgement import (
     judge_padded_masks,
     judge_padding,
     judge_tokens,
+    padding_limits,
 )
 from attndiag.explain.masked_rows import MaskedRow, fully_masked_rows
 from attndiag.explain.probing import Probe, as_loaded, moved, noise_level, probe_of, run_probe
@@ -139,7 +139,7 @@ def audit(
     model : a PyTorch module or what `attndiag.load` returned.
     inputs : one example batch for models that do not run on token ids alone.
     causal : whether no output may see the future. By default asked of the model's class, then of the majority of its
-        layers; encoders of encoder-decoders are never held to it.
+        layers; encoders of encoder-decoders are never held to it, nor models given pictures or sounds.
     length : tokens of the probe; made longer where a window would not show.
     seed : of the probe.
     progress : called with (what is done, steps done, steps in all).
@@ -166,6 +166,8 @@ def audit(
 
     step("masks")
     visible, probe, why = _visible(lm, inputs, length, seed)
+    if causal is None and not getattr(lm.config, "is_encoder_decoder", False) and _holds_floats(probe):
+        causal = False  # tokens of a picture or a sound may look both ways; say causal=True to hold them to it
     if visible:
         meant = {v.module_name: expected_causal(lm, v, visible, causal) for v in visible}
         _add(findings, checks, "mask of every layer", judge_masks(visible, meant), _mask_detail(visible))
@@ -175,15 +177,21 @@ def audit(
 
     step("blocks")
     short = _shorter(probe, length)
-    blocks = mask_audit.block_reach(lm, short)
+    try:
+        blocks, no_blocks = mask_audit.block_reach(lm, short), "no block with [row, position, width]"
+    except UnsupportedModelError as error:
+        blocks, no_blocks = [], str(error)
     mixed = judge_blocks(lm, blocks, visible, meant, causal)
     if blocks:
         _add(findings, checks, "tokens mixed outside the masks", mixed, f"{len(blocks)} blocks")
     else:
-        checks.append(Check("tokens mixed outside the masks", "not checked", "no block with [row, position, width]"))
+        checks.append(Check("tokens mixed outside the masks", "not checked", no_blocks))
 
     step("tokens")
-    reach, why = mask_audit.token_reach(lm, short, seed=seed)
+    try:
+        reach, why = mask_audit.token_reach(lm, short, seed=seed)
+    except UnsupportedModelError as error:
+        reach, why = None, str(error)  # placeholders of a picture, for example, cannot be exchanged
     stack = None
     if reach is None:
         checks.append(Check("reach of single tokens", "not checked", why))
@@ -193,9 +201,12 @@ def audit(
         _add(findings, checks, "reach of single tokens", found, f"{stack[0]} back, {stack[1]} ahead in {len(reach)}")
 
     step("batch neighbours")
-    batch = mask_audit.batch_reach(lm, short, seed=seed)
+    try:
+        batch, why = mask_audit.batch_reach(lm, short, seed=seed), "the inputs hold no token ids"
+    except UnsupportedModelError as error:
+        batch, why = None, str(error)
     if batch is None:
-        checks.append(Check("batch neighbours", "not checked", "the inputs hold no token ids"))
+        checks.append(Check("batch neighbours", "not checked", why))
     else:
         _add(findings, checks, "batch neighbours", judge_batch(batch), f"largest change {batch.output_change:.1e}")
 
@@ -219,7 +230,7 @@ def audit(
 def _visible(
     lm: LoadedModel, inputs: Mapping[str, Any] | None, length: int, seed: int
 ) -> tuple[list[Visible], Probe, str]:
-    """Visible keys of every call, on a probe long enough to show windows; the probe; the reason where there are none."""
+    """Visible keys of every call, on a probe long enough to show windows; the probe; the reason for an empty list."""
     probe = probe_of(lm, batch=2, length=length, seed=seed, inputs=inputs)
     visible, why = ask(lm, probe)
     windows = [v.window for v in visible if v.window is not None and v.window + 4 > v.keys.shape[-1]]
@@ -256,7 +267,11 @@ def _padding(lm: LoadedModel, probe: Probe, side: str, findings: list[Finding], 
         f"against no padding {_number(found.unpadded_change)}",
         f"padded queries {_number(found.query_change)}",
     ]
-    _add(findings, checks, name, masks + rest, ", ".join(parts))
+    limits = padding_limits(found)
+    if limits and not masks and not rest:
+        checks.append(Check(name, "limit", limits))
+    else:
+        _add(findings, checks, name, masks + rest, ", ".join(parts))
 
 
 def _determinism(lm: LoadedModel, probe: Probe, findings: list[Finding], checks: list[Check]) -> None:
@@ -279,6 +294,10 @@ def _shorter(probe: Probe, length: int) -> Probe:
     if probe.tokens is None or set(probe.inputs) - {"input_ids", "decoder_input_ids"}:
         return probe
     return Probe({name: value[:, : max(length, 6)] for name, value in probe.inputs.items()}, probe.tokens)
+
+
+def _holds_floats(probe: Probe) -> bool:
+    return any(isinstance(value, Tensor) and value.is_floating_point() for value in probe.inputs.values())
 
 
 def _positions(lm: LoadedModel) -> int:
@@ -317,5 +336,3 @@ def _mask_detail(visible: list[Visible]) -> str:
 
 def _number(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.1e}"
-
-

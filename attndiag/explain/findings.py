@@ -58,10 +58,11 @@ class Check:
     Attributes
     ----------
     name : the question.
-    state : `"passed"`, `"failed"`, or `"not checked"` with the reason in `detail`.
+    state : `"passed"`, `"failed"`, `"limit"` (the model is sound but must not be used so; `detail` says how), or
+        `"not checked"` with the reason in `detail`.
     detail : what was measured.
     """
 
     name: str
-    state: Literal["passed", "failed", "not checked"]
+    state: Literal["passed", "failed", "limit", "not checked"]
     detail: str

@@ -5,8 +5,8 @@ Three kinds of intervention, from the outside to the inside:
 - **tokens**: token t is exchanged and the outputs at every position are compared. Finds any leak, whatever its cause.
 - **blocks**: the state that enters a block is exchanged at position t and what leaves the block is compared; each
   block's output is then put back, so that one forward judges all blocks apart from each other.
-- **kernels**: q, k and the values of every position but one are held fixed (`explain.visible`). A leak that is seen in a
-  block and not in its kernels vanishes when q, k and v are frozen: the mask is sound and something else in the block
+- **kernels**: q, k and the values of every position but one are held fixed (`explain.visible`). A leak that is seen in
+  a block and not in its kernels vanishes when q, k and v are frozen: the mask is sound and something else in the block
   mixed the tokens.
 
 All variants stand in one batch beside unedited rows, so that the batch size is the same for all; differences within
@@ -15,7 +15,7 @@ All variants stand in one batch beside unedited rows, so that the batch size is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import attndiag.explain.probing as probing
 from attndiag.errors import UnsupportedModelError
 from attndiag.explain.probing import Probe, hooked, moved, noise_level, run_probe
-from attndiag.hooks.structure import block_names, first_tensor, layer_of
+from attndiag.hooks.structure import block_names, first_tensor, layer_of, looks_like_mixer
 from attndiag.models.access import accepts, input_embedding
 from attndiag.models.load import LoadedModel
 
@@ -44,15 +44,16 @@ class BlockReach:
 
 @dataclass(eq=False)
 class _Blocks:
-    """Blocks of a model that hold attention and no smaller block, under their names."""
+    """Blocks of a model that hold attention or another mixer, and no smaller block, under their names."""
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module) -> _Blocks:
-        names = block_names(dict(model.named_modules()))
+        modules = dict(model.named_modules())
+        names = block_names(modules) | {name for name, module in modules.items() if _holds_mixer(name, module, modules)}
         inner = {n for n in names if not any(other != n and other.startswith(f"{n}.") for other in names)}
-        return cls({name: module for name, module in model.named_modules() if name in inner})
+        return cls({name: module for name, module in modules.items() if name in inner})
 
 
 def token_reach(lm: LoadedModel, probe: Probe, *, seed: int) -> tuple[Tensor | None, str]:
@@ -172,10 +173,11 @@ class PaddingReach:
     Attributes
     ----------
     side : `"right"` or `"left"`.
-    embedding_change : padded positions got other embeddings; None where the model has no embedding to edit.
+    embedding_change : padded positions got other embeddings; None where the model has no embedding to edit, or no
+        output at positions.
     unpadded_change : the same rows without any padding.
-    query_change : padded positions of the last block's output got noise; real positions and pooled outputs compared.
-    pooled_moved : names of the pooled outputs that moved with it.
+    query_change : padded positions of the last block's output got noise.
+    pooled_moved : names of the outputs for whole rows (pooled vectors, class logits, losses) that either moved.
     noise : below this it is rounding.
     """
 
@@ -189,6 +191,8 @@ class PaddingReach:
 
 def padded(lm: LoadedModel, probe: Probe, side: str, *, take: tuple[int, ...]) -> tuple[Probe, Tensor]:
     """The first rows of a probe with `take` places of padding each, and [row, position] True where tokens are."""
+    if "input_ids" not in probe.inputs or not accepts(lm.model, "attention_mask"):
+        raise UnsupportedModelError("no token ids with an attention_mask to pad")
     ids = probe.inputs["input_ids"][:1].repeat(len(take), 1)
     n = ids.shape[1]
     mask = torch.ones_like(ids)
@@ -217,8 +221,6 @@ def padding_reach(lm: LoadedModel, probe: Probe, side: str, *, take: tuple[int, 
     ------
     UnsupportedModelError : the model takes no `attention_mask`, or does not run with padding on that side.
     """
-    if "input_ids" not in probe.inputs or not accepts(lm.model, "attention_mask"):
-        raise UnsupportedModelError("the model takes no attention_mask")
     made, real = padded(lm, probe, side, take=take)
     decoder = "decoder_input_ids" in made.inputs
     n_rows = len(take)
@@ -229,31 +231,24 @@ def padding_reach(lm: LoadedModel, probe: Probe, side: str, *, take: tuple[int, 
         labels = {"labels": made.inputs["input_ids"].masked_fill(~scored, -100)}
     made = made.with_(**labels)
     clean = run_probe(lm, made)
-    reference = _kept(clean, n_rows, real)
-    noise = noise_level(reference.dtype)
-
-    embedding = input_embedding(lm.model)
-    embedding_change = None
-    if embedding is not None:
-        with hooked((embedding, "post", _noise_at(~real))):
-            embedding_change = float(moved(_kept(run_probe(lm, made), n_rows, real).flatten(), reference.flatten()))
-
-    unpadded_change = _against_unpadded(lm, made, real, clean, decoder)
-
-    query_change, pooled_moved = None, ()
+    changes: dict[str, float | None] = {"embedding": None, "query": None}
+    pooled_moved: list[str] = []
     blocks = _Blocks.of(lm.model).modules
     encoder_blocks = [m for name, m in blocks.items() if not decoder or "encoder" in name.split(".")]
-    if encoder_blocks:
-        with hooked((encoder_blocks[-1], "post", _noise_at(~real))):
+    places = {"embedding": input_embedding(lm.model), "query": encoder_blocks[-1] if encoder_blocks else None}
+    noise = noise_level(_tensors(clean)[0].dtype)
+    for name, module in places.items():
+        if module is None:
+            continue
+        with hooked((module, "post", _noise_at(~real))):
             output = run_probe(lm, made)
-        query_change = float(moved(_kept(output, n_rows, real).flatten(), reference.flatten()))
-        before = probing.pooled(clean, n_rows)
-        pooled_moved = tuple(
-            name
-            for name, value in probing.pooled(output, n_rows).items()
-            if float(moved(value.flatten(), before[name].flatten())) > noise
-        )
-    return PaddingReach(side, embedding_change, unpadded_change, query_change, pooled_moved, noise)
+        changes[name] = _at_tokens(output, clean, real)
+        before = probing.pooled(clean, n_rows, real.shape[1])
+        for field_name, value in probing.pooled(output, n_rows, real.shape[1]).items():
+            if float(moved(value.flatten(), before[field_name].flatten())) > noise and field_name not in pooled_moved:
+                pooled_moved.append(field_name)
+    unpadded_change = _against_unpadded(lm, made, real, clean, decoder)
+    return PaddingReach(side, changes["embedding"], unpadded_change, changes["query"], tuple(pooled_moved), noise)
 
 
 def _against_unpadded(lm: LoadedModel, made: Probe, real: Tensor, clean: Any, decoder: bool) -> float | None:
@@ -281,18 +276,19 @@ def _against_unpadded(lm: LoadedModel, made: Probe, real: Tensor, clean: Any, de
     return float(moved(right[0].flatten(), left.flatten()))
 
 
-def _kept(output: Any, batch: int, real: Tensor) -> Tensor:
-    """Every float of an output that has a row axis, padded positions left out, in one flat tensor."""
-    parts = []
-    for tensor in _tensors(output):
-        if tensor.ndim == 0 or tensor.shape[0] != batch:
+def _at_tokens(output: Any, clean: Any, real: Tensor) -> float | None:
+    """Largest relative change at positions that are tokens; None where the model returns nothing by position."""
+    largest: float | None = None
+    for now, then in zip(_tensors(output), _tensors(clean), strict=True):
+        if then.ndim < 2 or then.shape[0] != real.shape[0]:
             continue
-        if tensor.ndim >= 2 and tuple(tensor.shape[:2]) == tuple(real.shape):
-            tensor = tensor[real]
-        parts.append(tensor.flatten())
-    if not parts:
-        raise UnsupportedModelError("the model returns nothing by row and position that could be compared")
-    return torch.cat(parts)
+        if tuple(then.shape[:2]) == tuple(real.shape):
+            now, then = now[real], then[real]
+        elif then.ndim < 3:
+            continue  # one vector for a whole row
+        change = float(moved(now.flatten(), then.flatten()))
+        largest = change if largest is None else max(largest, change)
+    return largest
 
 
 def everything(output: Any, batch: int) -> Tensor:
@@ -330,6 +326,14 @@ def _other_ids(lm: LoadedModel, ids: Tensor, seed: int) -> Tensor:
 def _floor(dtype: torch.dtype, between_equal_rows: Tensor) -> float:
     """What counts as moved: above rounding, and well above what two equal rows of the batch differ by."""
     return max(noise_level(dtype), 20 * float(between_equal_rows.max()))
+
+
+def _holds_mixer(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> bool:
+    """True for an entry of a module list with a token mixer inside."""
+    parent, _, index = name.rpartition(".")
+    if not index.isdigit() or not isinstance(modules.get(parent), nn.ModuleList | nn.Sequential):
+        return False
+    return any(looks_like_mixer(part) for part in module.modules())
 
 
 def _first_float(args: tuple, kwargs: dict) -> int | str | None:

@@ -7,10 +7,11 @@ say, of the majority of its layers; `audit(causal=...)` overrides both.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attndiag.explain.findings import Finding
 from attndiag.explain.mask_audit import BatchReach, BlockReach, PaddingReach
@@ -46,9 +47,14 @@ def causal_by_class(lm: LoadedModel) -> bool | None:
     if any(word in name for word in ("MaskedLM", "PreTraining", "Bidirectional")):
         return None
     if name.endswith(("ForCausalLM", "LMHeadModel", "DoubleHeadsModel")):
-        # classes that serve as encoders too say which they are
-        return bool(vars(config).get("is_decoder", True))
+        # families that serve as encoders too (they have a masked language model) say which they are
+        return bool(vars(config).get("is_decoder", True)) or not _has_masked_model(lm.model)
     return None
+
+
+def _has_masked_model(model: nn.Module) -> bool:
+    modules = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
+    return any(name.endswith("ForMaskedLM") for module in modules if module is not None for name in vars(module))
 
 
 def is_encoder_part(lm: LoadedModel, module_name: str) -> bool:
@@ -70,9 +76,7 @@ def judge_masks(visible: list[Visible], meant: Mapping[str, bool]) -> list[Findi
                 continue
             ahead = "the next token" if shape.future_reach == 1 else f"up to {shape.future_reach} tokens ahead"
             text = f"queries read {ahead}; with q, k and v of all other positions held fixed they still do"
-            groups.add(
-                call, "future_leak", text, {"future_reach": shape.future_reach, "vanishes_when_frozen": False}
-            )
+            groups.add(call, "future_leak", text, {"future_reach": shape.future_reach, "vanishes_when_frozen": False})
         if shape.hidden_heads:
             heads = "all heads" if len(shape.hidden_heads) == call.keys.shape[1] else f"heads {shape.hidden_heads}"
             text = f"queries do not read their own position ({heads})"
@@ -188,11 +192,25 @@ def judge_padding(found: PaddingReach, already: list[Finding]) -> list[Finding]:
         text = f"{found.side} padding changes outputs at tokens by {changes:.1e} of their size"
         findings.append(Finding("padding_variance", (), (), text, {**evidence, "change": changes}))
     moved = found.query_change is not None and found.query_change > found.noise
-    if not explained and (moved or found.pooled_moved):
-        names = f" ({', '.join(found.pooled_moved)})" if found.pooled_moved else ""
-        text = f"what padded queries return changes outputs{names} by {found.query_change:.1e} of their size"
+    # a pooler that reads position 0 is sound where position 0 is a token: a limit, see `padding_limits`
+    names = found.pooled_moved if found.side == "right" else ()
+    if not explained and (moved or names):
+        listed = f" ({', '.join(names)})" if names else ""
+        text = f"what padded positions hold behind the last block changes outputs{listed or ' at tokens'}"
         findings.append(Finding("padded_query_leak", (), (), text, {**evidence, "change": found.query_change}))
     return findings
+
+
+def padding_limits(found: PaddingReach) -> str:
+    """What must not be done with a model that is sound; empty where there is nothing to say."""
+    if found.side == "right":
+        return ""
+    said = []
+    if found.pooled_moved:
+        said.append(f"{', '.join(found.pooled_moved)} is read off padded positions: pad on the right")
+    if found.unpadded_change is not None and found.unpadded_change > 50 * found.noise:
+        said.append(f"left padding shifts positions (outputs move by {found.unpadded_change:.1e}): pad on the right")
+    return "; ".join(said)
 
 
 class _Groups:

@@ -64,7 +64,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _multi_head() -> Tensor:
     """One head with unit projections, so that values pass unchanged."""
-    module = nn.MultiheadAttention(8, 1, bias=False, batch_first=True).eval()
+    with torch.random.fork_rng(devices=[]):  # its weights are drawn and then overwritten
+        module = nn.MultiheadAttention(8, 1, bias=False, batch_first=True).eval()
     with torch.no_grad():
         module.in_proj_weight.copy_(torch.eye(8).repeat(3, 1))
         module.out_proj.weight.copy_(torch.eye(8))

@@ -142,13 +142,15 @@ def per_position(output: Any, batch: int, length: int) -> Tensor | None:
     return None
 
 
-def pooled(output: Any, batch: int) -> dict[str, Tensor]:
-    """What an output says about whole rows: pooled vectors, class logits, losses."""
+def pooled(output: Any, batch: int, length: int) -> dict[str, Tensor]:
+    """What an output says about whole rows of `length` positions: pooled vectors, class logits, losses."""
     found: dict[str, Tensor] = {}
     for name, value in output.items() if hasattr(output, "items") else ():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            if value.ndim == 0 or (value.ndim in (1, 2) and value.shape[0] == batch):
-                found[name] = value
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        by_position = value.ndim == 2 and value.shape[1] == length
+        if value.ndim == 0 or (value.ndim in (1, 2) and value.shape[0] == batch and not by_position):
+            found[name] = value
     return found
 
 
@@ -188,7 +190,9 @@ def replace_first_tensor(output: Any, change: Any) -> Any:
         if index is not None:
             parts = [change(item) if i == index else item for i, item in enumerate(output)]
             return type(output)(parts) if type(output) in (tuple, list) else tuple(parts)
-    raise UnsupportedModelError(f"a block returned {type(output).__name__}, in which no tensor is known to be its state")
+    raise UnsupportedModelError(
+        f"a block returned {type(output).__name__}, in which no tensor is known to be its state"
+    )
 
 
 @contextmanager
