@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from attndiag.explain.edge_truth import edge_effects
     from attndiag.explain.head_history import heads_over_checkpoints
     from attndiag.explain.head_scores import heads
+    from attndiag.explain.model_contributions import model_contributions
     from attndiag.explain.replacement import Replacement
     from attndiag.explain.target import score
+    from attndiag.explain.top_contributions import top_contributions
     from attndiag.hooks.capture_context import capture
     from attndiag.hooks.edit_kinds import (
         AttentionOff,
@@ -57,9 +59,11 @@ _HOME = {
     "heads": "attndiag.explain.head_scores",
     "heads_over_checkpoints": "attndiag.explain.head_history",
     "load": "attndiag.models.load",
+    "model_contributions": "attndiag.explain.model_contributions",
     "read_prompts": "attndiag.runs.prompt_files",
     "report": "attndiag.reports.page",
     "score": "attndiag.explain.target",
+    "top_contributions": "attndiag.explain.top_contributions",
 }
 
 __all__ = [
@@ -83,9 +87,11 @@ __all__ = [
     "heads",
     "heads_over_checkpoints",
     "load",
+    "model_contributions",
     "read_prompts",
     "report",
     "score",
+    "top_contributions",
 ]
 
 

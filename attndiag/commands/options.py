@@ -15,7 +15,6 @@ class Backend(StrEnum):
     auto = "auto"
     reference = "reference"
     fused = "fused"
-    streaming = "streaming"
 
 
 MODEL, RUN, OUTPUT = "Model", "Run", "Output"

@@ -359,7 +359,10 @@ class Recorder:
         """Deliver what is left, list layers without a call, and raise when nothing was seen at all."""
         while self._pending:
             self._deliver(self._pending.pop(0))
-        for name, module in self._ran_without_call.items():
+        silent = self._ran_without_call
+        for name, module in silent.items():
+            if any(inner != name and (name == "" or inner.startswith(f"{name}.")) for inner in silent):
+                continue  # the innermost module says best what it is
             quiet = (
                 "it mixes tokens without a softmax"
                 if looks_like_mixer(module)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import attndiag
+from attndiag import model_contributions
 from attndiag.errors import UnsupportedModelError
-from attndiag.explain.model_contributions import model_contributions
 from attndiag.models import known
 
 
