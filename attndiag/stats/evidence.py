@@ -25,6 +25,8 @@ Array = NDArray[np.float64]
 Source = Literal["draws", "prompts", "knockout"]
 
 PRESENT, ABSENT, UNSURE = "present", "absent", "unsure"
+# no effect alone, one together with others: neither there nor absent
+REDUNDANT = "redundant"
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,11 +3,14 @@
 What the method claims: the item's share of the method's mass over the admissible items, sinks included, is `high` from
 2 / n, `low` up to 1 / (2 n), else it claims nothing. What the intervention shows: `stats.evidence`.
 
-| | effect present | effect absent | unsure |
+| | effect present | effect absent | unsure, redundant |
 |---|---|---|---|
 | high | agree | disagree: a weight without effect | inconclusive |
 | low | disagree: an effect without weight | agree | inconclusive |
 | neither | inconclusive | inconclusive | inconclusive |
+
+Items that stand in for each other (heads that write the same) show nothing when one is removed and much when all are:
+`redundant`, which is not absent.
 
 No verdict at all (`undefined`) for rows with constant scores, fewer than 3 admissible items, |m| at most the noise
 floor, a failed task check (the model does not do what the prompt asks, so nothing can be said about how) or a failed
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +32,7 @@ from numpy.typing import NDArray
 
 from attndiag.errors import ShapeError
 from attndiag.stats.agreement import LEAST_ITEMS, tau_b
-from attndiag.stats.evidence import ABSENT, PRESENT, Array, Evidence, States, states
+from attndiag.stats.evidence import ABSENT, PRESENT, REDUNDANT, Array, Evidence, States, states
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -178,6 +181,7 @@ def judge(
     task: Sequence[str] | None = None,
     failed_checks: Sequence[Sequence[str]] | None = None,
     replacement_tau: NDArray[np.floating] | None = None,
+    redundant: NDArray[np.bool_] | None = None,
     thresholds: Thresholds | None = None,
     family: bool = True,
 ) -> Verdicts:
@@ -192,6 +196,7 @@ def judge(
     task : [row] what `task_check` said; no row failed when None.
     failed_checks : [row] names of self-checks that failed (a capture that does not reproduce the model, ...).
     replacement_tau : [row] what `replacement_agreement` said, nan included; None where only one replacement was used.
+    redundant : [row, item] what `redundant_items` said: where the effect is absent, the state is `redundant` instead.
     family : correct over all items, see `evidence.states`.
 
     Raises
@@ -212,6 +217,11 @@ def judge(
     )
     clean = np.asarray(m, dtype=np.float64)
     shown = states(inside, clean, margin=limits.margin, level=limits.level, family=family)
+    if redundant is not None:
+        stands_in = np.asarray(redundant, dtype=bool)
+        if stands_in.shape != size.shape:
+            raise ShapeError(f"redundant has shape {stands_in.shape} and scores {size.shape}; expected the same items")
+        shown = replace(shown, state=np.where(stands_in & (shown.state == ABSENT), REDUNDANT, shown.state))
     claim, share = claims(scores, admissible, limits)
     verdict = np.full(size.shape, INCONCLUSIVE, dtype="<U21")
     high, low = claim == HIGH, claim == LOW
@@ -288,6 +298,36 @@ def replacement_agreement(effects: Mapping[str, NDArray[np.floating]]) -> float:
         both = np.isfinite(a) & np.isfinite(b)
         taus.append(tau_b(a[both], b[both]))
     return float(np.min(taus))
+
+
+def redundant_items(
+    single: NDArray[np.floating], joint: Mapping[tuple[int, ...], float], delta: float, *, floor: float = 0.0
+) -> NDArray[np.bool_]:
+    """Items without an effect of their own that have one together with others that have none either.
+
+    Parameters
+    ----------
+    single : [item] effects of removing one.
+    joint : items -> effect of removing them all, for the sets that were measured.
+    delta : margin; an effect +- floor inside it is absent, outside it present.
+
+    Returns
+    -------
+    [item], True for members of a set whose joint effect is present while no member's own effect is.
+
+    Raises
+    ------
+    ValueError : a set of fewer than 2 items.
+    """
+    own = np.abs(np.asarray(single, dtype=np.float64)) + floor < delta
+    found = np.zeros(own.shape, dtype=bool)
+    for items, effect in joint.items():
+        members = sorted(set(items))
+        if len(members) < 2:
+            raise ValueError(f"a set holds {items}; expected at least 2 different items")
+        if abs(effect) - floor >= delta and own[members].all():
+            found[members] = True
+    return found
 
 
 def _table(scores: NDArray[np.floating], admissible: NDArray[np.bool_] | None) -> tuple[Array, NDArray[np.bool_]]:
