@@ -43,7 +43,9 @@ class PendingCall:
         if found is None or attn_out is None:
             return replace(call, output_reason=reason, trace=trace)
         output = OutputProjection(*found, n_heads=call.n_heads, d_value=call.z.shape[3])
-        attn_out = attn_out.reshape(call.z.shape[0], call.n_queries, attn_out.shape[-1])
+        shape = (call.z.shape[0], call.n_queries, attn_out.shape[-1])
+        # the very tensor where it fits: a view is not what the model went on with, and no gradient would reach it
+        attn_out = attn_out if attn_out.shape == shape else attn_out.reshape(shape)
         return replace(call, output=output, output_gate=gate, attn_out=attn_out, trace=trace)
 
 

@@ -59,26 +59,27 @@ class Restart:
     """
 
     def __init__(self, lm: LoadedModel, input_ids: Tensor, positions: list[int]) -> None:
-        self._lm, self._ids, self._positions = lm, input_ids, positions
+        self._lm, self.ids, self.positions = lm, input_ids, positions
+        self.model, self.config = lm.model, lm.config
         model = lm.model
         if getattr(lm.config, "is_encoder_decoder", False):
             raise UnsupportedModelError("an encoder-decoder reads its source anew for each variant")
         # transformers renames the argument family by family
-        self._cache_argument = next((name for name in ("cache", "past_key_values") if accepts(model, name)), None)
-        if self._cache_argument is None:
+        self.cache_argument = next((name for name in ("cache", "past_key_values") if accepts(model, name)), "")
+        if not self.cache_argument:
             raise UnsupportedModelError(f"{lm.info.architecture} takes no key/value cache")
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         if head is None:
             raise UnsupportedModelError(f"{lm.info.architecture} has no output embedding")
-        self._head: nn.Module = head
+        self.head: nn.Module = head
         sites = sites_of(model)
         if any(site.stream != "self" or site.calls != 1 or site.block is None for site in sites):
             raise UnsupportedModelError("its blocks are shared, or hold more than one self-attention")
         self.sites: dict[int, BlockSites] = {int(site.layer): site for site in sites if site.layer is not None}
         holder = next(iter(self.sites.values())).block
         parent = model.get_submodule(str(holder).rsplit(".", 1)[0])
-        self._blocks = list(parent.children())
-        if len(self.sites) != len(sites) or sorted(self.sites) != list(range(len(self._blocks))):
+        self.blocks = list(parent.children())
+        if len(self.sites) != len(sites) or sorted(self.sites) != list(range(len(self.blocks))):
             raise UnsupportedModelError("some of its blocks have no softmax attention, so they carry hidden state")
         self._outputs: list[Tensor] = []
         self._shapes: list[Callable[[Tensor], Any]] = []
@@ -87,20 +88,37 @@ class Restart:
     @property
     def length(self) -> int:
         """Positions of the prompt."""
-        return self._ids.shape[1]
+        return self.ids.shape[1]
 
     @property
     def n_layers(self) -> int:
         """Blocks of the model."""
-        return len(self._blocks)
+        return len(self.blocks)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the residual stream."""
+        return self._outputs[0].dtype
+
+    def entering(self, layer: int) -> Tensor:
+        """The unedited residual stream that enters a block, [1, position, d_model]."""
+        return self._entering if layer == 0 else self._outputs[layer - 1]
+
+    def shaped(self, layer: int, hidden: Tensor) -> Any:
+        """A residual stream in the form in which the block returns it."""
+        return self._shapes[layer](hidden)
+
+    def run(self, given: dict[str, Any]) -> Any:
+        """A forward of the model, in eval mode and without gradients."""
+        return self._lm.run(given)
 
     def error(self) -> float:
         """Largest difference of a restarted unedited run from the stored one, relative to the logits' own spread."""
         scale = float(self.clean_rows.std())
         worst = 0.0
         layers = sorted({0, self.n_layers // 2, self.n_layers - 1})
-        starts = sorted({0, self.length // 2, self._positions[-1]})
-        nothing = torch.full((2,), NONE, device=self._ids.device)
+        starts = sorted({0, self.length // 2, self.positions[-1]})
+        nothing = torch.full((2,), NONE, device=self.ids.device)
         for layer, start in zip(layers, starts, strict=False):
             for once in (True, False):
                 got = self.logits(layer, start, Variants(nothing, nothing, nothing, first_query=start), one_query=once)
@@ -113,8 +131,8 @@ class Restart:
         With `one_query` only query `start` is edited, so the layer itself is run for that position alone.
         """
         rows = len(variants)
-        later = [position for position in self._positions if position >= start]
-        known = self.clean_rows[:, : len(self._positions) - len(later)].expand(rows, -1, -1)
+        later = [position for position in self.positions if position >= start]
+        known = self.clean_rows[:, : len(self.positions) - len(later)].expand(rows, -1, -1)
         if not later:
             return known
         stop = start + 1 if one_query else later[-1] + 1
@@ -122,23 +140,28 @@ class Restart:
         if one_query:
             rest = self._outputs[layer][:, stop : later[-1] + 1]
             changed = torch.cat([changed, rest.expand(rows, -1, -1)], dim=1)
-        wanted = torch.tensor([position - start for position in later], device=self._ids.device)
+        wanted = torch.tensor([position - start for position in later], device=self.ids.device)
         return torch.cat([known, self._after_layer(layer, start, changed, wanted)], dim=1)
 
     # ------------------------------------------------------------------------------------------------------ storing
     def _store(self) -> Tensor:
         """The unedited run: outputs of blocks, keys and values, logits at the wanted positions."""
         cache = _RecordingCache(self._lm.config)
-        handles = [block.register_forward_hook(self._keep) for block in self._blocks]
+        handles = [block.register_forward_hook(self._keep) for block in self.blocks]
+        handles.append(self.blocks[0].register_forward_pre_hook(self._keep_entering, with_kwargs=True))
         try:
-            output = self._lm.run({"input_ids": self._ids}, use_cache=True, **{str(self._cache_argument): cache})
+            output = self._lm.run({"input_ids": self.ids}, use_cache=True, **{self.cache_argument: cache})
         finally:
             for handle in handles:
                 handle.remove()
-        if len(self._outputs) != len(self._blocks) or sorted(cache.kept) != list(range(len(self._blocks))):
+        if len(self._outputs) != len(self.blocks) or sorted(cache.kept) != list(range(len(self.blocks))):
             raise UnsupportedModelError(f"{self._lm.info.architecture} does not keep one key/value pair a block")
-        self._kept = [cache.kept[layer] for layer in range(len(self._blocks))]
-        return output.logits[:, self._positions].detach()
+        self.kept = [cache.kept[layer] for layer in range(len(self.blocks))]
+        return output.logits[:, self.positions].detach()
+
+    def _keep_entering(self, _module: nn.Module, args: tuple, kwargs: dict) -> None:
+        floats = (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point())
+        self._entering = next(floats).detach()
 
     def _keep(self, _module: nn.Module, _args: tuple, output: Any) -> None:
         hidden = first_tensor(output)
@@ -165,7 +188,7 @@ class Restart:
         site = self.sites[layer]
         with ExitStack() as stack:
             stack.enter_context(self._stubs(below, len(variants)))
-            handle = self._blocks[layer].register_forward_hook(finish)
+            handle = self.blocks[layer].register_forward_hook(finish)
             stack.callback(handle.remove)
             listener = stack.enter_context(losing_edges(self._lm.model, site.attention, site.stream))
             listener.variants = variants
@@ -183,7 +206,7 @@ class Restart:
             return (args[0].index_select(1, wanted), *args[1:])
 
         with self._stubs(below, changed.shape[0]):
-            handle = self._head.register_forward_pre_hook(pick)
+            handle = self.head.register_forward_pre_hook(pick)
             try:
                 output = self._run(start, start + changed.shape[1], changed.shape[0])
             finally:
@@ -193,12 +216,12 @@ class Restart:
     def _run(self, start: int, stop: int, rows: int) -> Any:
         cache = DynamicCache(config=self._lm.config)
         if start:
-            for index, (k, v) in enumerate(self._kept):
+            for index, (k, v) in enumerate(self.kept):
                 cache.update(k[:, :, :start].expand(rows, -1, -1, -1), v[:, :, :start].expand(rows, -1, -1, -1), index)
         return self._lm.run(
-            {"input_ids": self._ids[:, start:stop].expand(rows, -1)},
+            {"input_ids": self.ids[:, start:stop].expand(rows, -1)},
             use_cache=True,
-            **{str(self._cache_argument): cache},
+            **{self.cache_argument: cache},
         )
 
     @contextmanager
@@ -211,9 +234,9 @@ class Restart:
         replaced = []
         try:
             for index in outputs:
-                self._blocks[index].forward = stub(index)
+                self.blocks[index].forward = stub(index)
                 replaced.append(index)
             yield
         finally:
             for index in replaced:
-                del self._blocks[index].forward
+                del self.blocks[index].forward
