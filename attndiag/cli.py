@@ -14,6 +14,7 @@ import typer
 from attndiag.commands.console import INTERRUPTED, data
 from attndiag.commands.explain import explain, methods
 from attndiag.commands.facts import env, models, validate
+from attndiag.commands.heads import heads
 from attndiag.commands.report import report
 from attndiag.commands.view import view
 
@@ -25,7 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 # in the order in which --help lists them
-for command in (report, view, explain, validate, methods, models, env):
+for command in (report, view, explain, heads, validate, methods, models, env):
     app.command()(command)
 
 

@@ -31,16 +31,16 @@ TITLES = {
     "previous_token_score": "Previous token",
     "current_token_score": "Current token",
     "sink_mass": "Mass on sinks",
-    "sink_contribution_share": "Sinks' share of the writing",
-    "sink_norm_ratio": "Sink ‖f‖ / mean other",
+    "sink_contribution_share": "Sinks' share written",
+    "sink_norm_ratio": "Sink ‖f‖ / other",
     "entropy": "Entropy",
     "effective_support": "Effective support",
     "relative_output_norm": "Output / layer mean",
     "largest_similarity": "Most similar head",
-    "copying_score": "Copying eigenvalues",
+    "copying_score": "Copying (eigenvalues)",
     "ablation_effect": "Effect, zero",
     "mean_ablation_effect": "Effect, mean",
-    "ablation_effect_patterns_kept": "Effect, later patterns kept",
+    "ablation_effect_patterns_kept": "Effect, patterns kept",
     "relation_mass": "Mass on the related token",
     "relation_mass_best_offset": "Best fixed offset",
     "relation_mass_shuffled": "Shuffled pairs",
@@ -96,7 +96,7 @@ def draw_effect_maps(table: HeadTable) -> Figure:
         raise NotApplicableError("no head was ablated; ask `attndiag.heads` for ablate=20")
     panels = [panel(table, name) for name in names]
     control = _array(table[names[0]].checks["first_copy_effect"])
-    panels.append(Panel("First copy (control), zero", "nats", control, True, (0.0, 0.0)))
+    panels.append(Panel("First copy (control)", "nats", control, True, (0.0, 0.0)))
     widest = max(float(np.nanmax(np.abs(each.values), initial=0.0)) for each in panels)
     limit = max(0.05, widest)
     same = [Panel(each.title, each.unit, each.values, True, (-limit, limit)) for each in panels]
@@ -168,6 +168,7 @@ def draw_score_against_effect(table: HeadTable, name: str = "prefix_matching_sco
     figure, (left, right) = canvas(7.2, 3.3, nrows=1, ncols=2)
     _single_heads(left, table, name)
     _sets(right, table)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, handletextpad=0.2)
     return figure
 
 
@@ -194,7 +195,7 @@ def _single_heads(axis: Axes, table: HeadTable, name: str) -> None:
         told.append((x, y))
         inward = x > 0.8
         axis.annotate(
-            f"L{row['layer']}H{int(row['head'])}", (x, y), xytext=(-5 if inward else 5, 3), textcoords="offset points",
+            head_name(row["layer"], row["head"]), (x, y), xytext=(-5 if inward else 5, 3), textcoords="offset points",
             ha="right" if inward else "left", fontsize=6.5, path_effects=[withStroke(linewidth=1.8, foreground=PAPER)],
         )  # fmt: skip
     axis.set_xlim(-0.03, 1.03)
@@ -202,7 +203,6 @@ def _single_heads(axis: Axes, table: HeadTable, name: str) -> None:
     axis.set_ylabel("effect of the head (nats)")
     axis.set_title("One head at a time")
     axis.grid(True)
-    axis.legend(loc="upper left", handletextpad=0.2)
 
 
 def _sets(axis: Axes, table: HeadTable) -> None:
@@ -212,10 +212,8 @@ def _sets(axis: Axes, table: HeadTable) -> None:
     rows = [f"{len(item.heads)} heads {item.name}\n({item.way})" for item in named]
     for y, item in enumerate(named):
         axis.hlines(y, item.low, item.high, color=WEIGHT, lw=1.2)
-        axis.plot(item.effect, y, marker="o", color=WEIGHT, ms=5, mew=0, label="second copy" if y == 0 else None)
-        axis.plot(
-            item.first_copy_effect, y, marker="x", color=MUTED, ms=5, ls="", label="first copy" if y == 0 else None
-        )
+        axis.plot(item.effect, y, marker="o", color=WEIGHT, ms=5, mew=0)
+        axis.plot(item.first_copy_effect, y, marker="x", color=MUTED, ms=5, ls="")
     if drawn:
         y = len(named)
         shift = np.linspace(-0.22, 0.22, len(drawn)) if len(drawn) > 1 else np.zeros(1)
@@ -229,16 +227,14 @@ def _sets(axis: Axes, table: HeadTable) -> None:
     axis.set_xlabel("effect (nats)")
     axis.set_title("Together")
     axis.grid(True, axis="x")
-    if named:
-        axis.legend(loc="lower right", handletextpad=0.2)
-    else:
+    if not named:
         axis.text(0.5, 0.5, "no head is above the threshold", transform=axis.transAxes, ha="center", color=MUTED)
 
 
 def draw_relation(table: HeadTable, *, count: int = 12) -> Figure:
     """The heads with the most mass on the related token: mass against both rules, and what the edge is worth."""
     top = table.top("relation_mass", count)
-    names = [f"L{layer}H{head}" for layer, head in zip(top["layer"], top["head"], strict=True)]
+    names = [head_name(layer, head) for layer, head in zip(top["layer"], top["head"], strict=True)]
     y = np.arange(len(top))
     with_effect = "relation_effect" in top
     figure, axes = canvas(
@@ -274,6 +270,11 @@ def draw_relation(table: HeadTable, *, count: int = 12) -> Figure:
         right.tick_params(axis="y", length=0)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, handletextpad=0.2)
     return figure
+
+
+def head_name(layer: Any, head: Any) -> str:
+    """L18H6; layers that are named and not numbered keep their name."""
+    return f"{layer} H{int(head)}" if isinstance(layer, str) else f"L{int(layer)}H{int(head)}"
 
 
 def layer_labels(table: HeadTable, name: str) -> Sequence[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from attndiag.reports.head_figures import EFFECTS, TITLES, measures_of_heads
+from attndiag.reports.head_figures import EFFECTS, TITLES, head_name, measures_of_heads
 from attndiag.reports.html import number
 
 if TYPE_CHECKING:
@@ -128,11 +128,6 @@ def phase_headline(change: PhaseChange | None) -> str:
     best = max(change.control.curve()) if change.control is not None else math.nan
     control = f"; in the one-layer control no head passes {best:.2f}" if best == best else ""
     return f"Induction heads form between steps {window.start:.0f} and {window.end:.0f}{control}."
-
-
-def head_name(layer: Any, head: Any) -> str:
-    """L18H6; layers that are named and not numbered keep their name."""
-    return f"L{layer}H{int(head)}" if isinstance(layer, int) else f"{layer} H{int(head)}"
 
 
 def _headline(table: HeadTable) -> str:

@@ -1,0 +1,258 @@
+"""`attndiag heads`: what every head looks at and what it is worth, as tables, maps and one page."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attndiag.commands import options
+from attndiag.commands.console import FINE, SOME_FAILED, data, data_json, guarded, progress_bar, remark
+
+if TYPE_CHECKING:
+    from attndiag.explain.head_table import HeadTable
+    from attndiag.models.load import LoadedModel
+    from attndiag.prompts import Prompt
+    from attndiag.reports.heads_page import HeadsPage
+    from attndiag.reports.phase_change import PhaseChange
+
+HEADS = "Heads"
+LAST = "last"
+
+
+class Bos(StrEnum):
+    """Whether random rows start with BOS."""
+
+    auto = "auto"
+    yes = "yes"
+    no = "no"
+
+
+@guarded
+def heads(
+    probe: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--probe",
+            help="induction, duplicate, previous, current, sink, entropy, output, redundancy, copying, or all; "
+            "several with commas. induction,previous,sink by default.",
+            rich_help_panel=HEADS,
+            show_default=False,
+        ),
+    ] = None,
+    ablate: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Take the N heads with the highest prefix-matching scores away, one at a time and together.",
+            rich_help_panel=HEADS,
+        ),
+    ] = 0,
+    relation: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--relation",
+            metavar="QUERY:KEY",
+            help="Names of two spans of the prompt set, the first attends; last:KEY for the last token.",
+            rich_help_panel=HEADS,
+            show_default=False,
+        ),
+    ] = None,
+    phase_change: Annotated[
+        bool,
+        typer.Option(
+            "--phase-change", help="Add the training series that comes along, measured anew.", rich_help_panel=HEADS
+        ),
+    ] = False,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the induction probe.", rich_help_panel=HEADS)] = 64,
+    length: Annotated[int, typer.Option(min=5, help="Random tokens a copy.", rich_help_panel=HEADS)] = 50,
+    bos: Annotated[
+        Bos, typer.Option(help="Start random rows with BOS.", rich_help_panel=HEADS, case_sensitive=False)
+    ] = Bos.auto,
+    threshold: Annotated[
+        float, typer.Option(help="Score above which heads are ablated together.", rich_help_panel=HEADS)
+    ] = 0.4,
+    prompts: options.Prompts = None,
+    model: options.ModelName = "default",
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="DIR", help="Folder of tables and page.", rich_help_panel=options.OUTPUT
+        ),
+    ] = Path("attndiag-heads"),
+    revision: options.Revision = None,
+    device: options.Device = "auto",
+    dtype: options.DType = "auto",
+    attn_implementation: options.AttnImplementation = None,
+    offline: options.Offline = False,
+    seed: options.Seed = 0,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite", help="Replace the tables that are in the output folder.", rich_help_panel=options.OUTPUT
+        ),
+    ] = False,
+    quiet: options.Quiet = False,
+    json: options.Json = False,
+) -> None:
+    """What each head looks at, and what it is worth.
+
+    Scores every attention head on probes made for it (each beside its baseline and the sink mass), takes heads away to
+    see what the model loses, tests claims about relations between tokens, and writes tables (Parquet, CSV), maps of
+    layers by heads (PNG, SVG, PDF) and one self-contained page. With --relation or --phase-change alone, no probe is
+    run.
+
+    Exit status: 0 fine; 1 a self-check failed or nothing could be measured; 2 misuse.
+
+    \b
+    Examples:
+      attndiag heads -o out                                       default model, induction, previous and sink
+      attndiag heads --probe all --ablate 20 -o out
+      attndiag heads -m gpt2 --probe induction,copying -o gpt2
+      attndiag heads --relation subject_again:subject -o rel      spans of the shipped prompts
+      attndiag heads --phase-change -o phase                      induction heads form, no model needed
+    """
+    import time
+
+    from attndiag.reports.heads_page import prepare, save_heads
+
+    asked = _probes(probe)
+    if not asked and not relation and not phase_change:
+        asked = ("induction", "previous", "sink")
+    if ablate and "induction" not in asked:
+        raise typer.BadParameter(
+            "effects are measured on the induction probe; add --probe induction, or leave --ablate"
+        )
+    relations = [_relation(text) for text in relation or []]
+    chosen = _prompts(prompts) if relations else []
+    prepare(output, overwrite=overwrite)
+    about: dict[str, Any] = {}
+    table, found, phase = None, [], None
+    start = time.perf_counter()
+    if asked or relations:
+        from attndiag.models.load import load
+
+        with progress_bar(quiet=quiet) as bar:
+            lm = load(
+                model,
+                revision=revision,
+                device=device,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                offline=True if offline else None,
+                progress=bar,
+            )
+        about = _about(lm) | {"probes": ", ".join(asked), "ablated": ablate, "threshold": threshold, "seed": seed}
+        start = time.perf_counter()
+        if asked:
+            wanted = {Bos.auto: None, Bos.yes: True, Bos.no: False}[bos]
+            table = _measure(lm, asked, ablate, rows, length, seed, wanted, threshold, quiet)
+        found = [_probe_relation(lm, chosen, pair, seed, quiet) for pair in relations]
+    if phase_change:
+        phase = _phase_change(quiet)
+    about["seconds"] = round(time.perf_counter() - start, 1)
+    page = save_heads(output, table, relations=found, phase=phase, about=about, overwrite=True)
+    _finish(page, table, about, json=json, quiet=quiet)
+
+
+def _probes(given: list[str] | None) -> tuple[str, ...]:
+    from attndiag.explain.head_measures import PROBES
+
+    names = [name.strip() for text in given or [] for name in text.split(",") if name.strip()]
+    if "all" in names:
+        return PROBES
+    unknown = [name for name in names if name not in PROBES]
+    if unknown:
+        raise typer.BadParameter(f"there is no probe {unknown[0]!r}; expected {', '.join(PROBES)}, or all")
+    return tuple(dict.fromkeys(names))
+
+
+def _relation(text: str) -> tuple[str | None, str]:
+    query, colon, key = text.partition(":")
+    if not colon or not query.strip() or not key.strip():
+        raise typer.BadParameter(f"--relation {text!r} is not QUERY:KEY, for example subject_again:subject")
+    return (None if query.strip() == LAST else query.strip()), key.strip()
+
+
+def _prompts(path: Path | None) -> list[Prompt]:
+    from attndiag.runs.prompt_files import SHIPPED, read_prompts
+
+    return read_prompts(SHIPPED if path is None else path)
+
+
+def _about(lm: LoadedModel) -> dict[str, Any]:
+    info = lm.info
+    return {
+        "model": info.name,
+        "architecture": info.architecture,
+        "revision": info.revision,
+        "dtype": info.dtype,
+        "device": str(info.device),
+        "attention function": info.attn_implementation,
+    }
+
+
+def _measure(
+    lm: LoadedModel,
+    probes: tuple[str, ...],
+    ablate: int,
+    rows: int,
+    length: int,
+    seed: int,
+    bos: bool | None,
+    threshold: float,
+    quiet: bool,
+) -> HeadTable:
+    from attndiag.explain.head_scores import heads as measure
+
+    with progress_bar(quiet=quiet) as bar:
+        return measure(
+            lm,
+            probes=probes,
+            ablate=ablate,
+            rows=rows,
+            length=length,
+            seed=seed,
+            bos=bos,
+            threshold=threshold,
+            progress=bar,
+        )
+
+
+def _probe_relation(
+    lm: LoadedModel, prompts: list[Prompt], pair: tuple[str | None, str], seed: int, quiet: bool
+) -> HeadTable:
+    from attndiag.explain.relation_probe import probe_relation
+
+    with progress_bar(quiet=quiet) as bar:
+        return probe_relation(lm, prompts, *pair, seed=seed, progress=bar)
+
+
+def _phase_change(quiet: bool) -> PhaseChange:
+    from attndiag.reports.phase_change import shipped_phase_change
+
+    with progress_bar(quiet=quiet) as bar:
+        return shipped_phase_change(progress=bar)
+
+
+def _finish(page: HeadsPage, table: HeadTable | None, about: dict[str, Any], *, json: bool, quiet: bool) -> None:
+    """Say what came out and leave with the status that it deserves."""
+    missing = [] if table is None else [vars(item) for item in table.not_measurable]
+    empty = table is not None and not table.scores
+    if json:
+        facts = {"page": str(page.page), "headline": page.headline, "failures": list(page.failures), **about}
+        data_json(facts | {"not_measurable": missing, "facts": {} if table is None else dict(table.facts)})
+    else:
+        data(page.headline)
+        data(f"page: {page.page}")
+    for item in missing[:5]:
+        where = "" if item["layer"] is None else f", layer {item['layer']}"
+        remark(f"not measurable: {item['probe']}{where}: {item['reason']}", quiet=quiet)
+    if len(missing) > 5:
+        remark(f"and {len(missing) - 5} more; the page lists them", quiet=quiet)
+    for text in page.failures[:5]:
+        remark(f"not verified: {text}")
+    raise typer.Exit(SOME_FAILED if page.failures or empty else FINE)
