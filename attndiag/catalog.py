@@ -28,12 +28,16 @@ Scope = Literal["token", "edge", "head", "row"]
 Call = Literal["prompts", "prompt", "untargeted"]
 
 
+REQUIRED = "required"
+"""Stands for the default of a parameter that has none."""
+
+
 class UnknownMethodError(AttnDiagError, ValueError):
     """No entry of the catalogue has this name; the text names those that are near."""
 
 
 class UnknownParameterError(AttnDiagError, TypeError):
-    """The method has no such parameter; the text lists what it has."""
+    """The method has no such parameter, or one that it needs is missing; the text lists what it has."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,13 @@ class Method:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Keyword parameters with their defaults, as the function has them."""
+        """Keyword parameters with their defaults, as the function has them; `REQUIRED` where there is none."""
+        known = {"lm", "prompt", "prompts", "target", "progress", *self.fixed}
         given = inspect.signature(self.function).parameters.values()
         return {
-            each.name: each.default
+            each.name: REQUIRED if each.default is each.empty else each.default
             for each in given
-            if each.name not in {"lm", "prompt", "prompts", "target", "progress", *self.fixed}
-            and each.default is not each.empty
+            if each.name not in known
         }
 
 
@@ -92,6 +96,7 @@ _GRADIENTS = "attndiag.explain.gradients"
 _SAMPLED = "attndiag.explain.sampled_gradients"
 _SURROGATES = "attndiag.explain.surrogates"
 _EDGES = "attndiag.explain.pattern_gradients:pattern_gradients"
+_FREEDOM = "attndiag.explain.pattern_freedom"
 _CONTRIBUTIONS = "attndiag.explain.model_contributions:model_contributions"
 
 
@@ -258,6 +263,43 @@ CATALOG = catalogue(
             "attribution patching, arXiv 2310.10348",
             fixed={"kind": "attribution"},
         ),
+        # -------------------------------------------------------------------------------- heads
+        Method(
+            "pattern_freedom",
+            "how far an adversary moves a head's pattern while m stays within epsilon; uniform and permuted beside it",
+            f"{_FREEDOM}:pattern_freedom",
+            "head",
+            "non-negative",
+            "nats",
+            "170 forwards and 60 backwards for each head",
+            ("attention weights", "gradients"),
+            "Jain 2019, arXiv 1902.10186; Wiegreffe 2019, arXiv 1908.04626",
+            call="prompt",
+        ),
+        Method(
+            "frozen_pattern",
+            "effect of running with the weights that a head has on another prompt",
+            f"{_FREEDOM}:frozen_pattern",
+            "head",
+            "signed",
+            "target",
+            "2 forwards and one for each head",
+            ("attention weights", "another prompt of the same length"),
+            "Wiegreffe 2019, arXiv 1908.04626",
+            call="prompt",
+        ),
+        Method(
+            "temperature_sweep",
+            "effect of dividing a head's scores by t, with the entropies",
+            f"{_FREEDOM}:temperature_sweep",
+            "head",
+            "signed",
+            "target",
+            "8 forwards for each head (temperatures)",
+            ("attention weights",),
+            call="prompt",
+        ),
+        # -------------------------------------------------------------------- edges, about no target
         _contribution("weight", "the attention weights", "definition", unit="mass", needs=("attention weights",)),
         _contribution(
             "value_norm",
@@ -406,3 +448,6 @@ def _check_parameters(entry: Method, params: Mapping[str, Any]) -> None:
             raise UnknownParameterError(
                 f"{entry.name} has no parameter {name!r}; {hint}it takes {', '.join(sorted(known)) or 'none'}"
             )
+    missing = [name for name, default in known.items() if default is REQUIRED and name not in params]
+    if missing:
+        raise UnknownParameterError(f"{entry.name} needs {' and '.join(missing)}; give {missing[0]}=")

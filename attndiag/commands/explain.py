@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -283,7 +284,7 @@ def _prompts(
 
 
 def _parameters(given: list[str]) -> dict[str, Any]:
-    """`name=value` pairs: numbers, true/false/none, comma-separated whole numbers, else text as it stands."""
+    """`name=value` pairs: numbers, true/false/none, lists of whole numbers or heads, else text as it stands."""
     found: dict[str, Any] = {}
     for pair in given:
         name, separator, value = pair.partition("=")
@@ -294,6 +295,11 @@ def _parameters(given: list[str]) -> dict[str, Any]:
 
 
 def _value(name: str, value: str) -> Any:
+    if name == "heads":
+        heads = [re.fullmatch(r"L(\d+)H(\d+)", part.strip()) for part in value.split(",")]
+        if not all(heads):
+            raise typer.BadParameter(f"--set heads={value} is not a list such as L23H3,L17H4")
+        return [(int(head[1]), int(head[2])) for head in heads if head]
     words = {"true": True, "false": False, "none": None}
     if value.lower() in words and name != "keep":
         return words[value.lower()]

@@ -102,7 +102,7 @@ def differentiated_calls(
     ):
         values = resolved.value(lm.run(resolved.inputs, grad=True))
     wanted = _part(lm, part)
-    calls = [call for call in captured.calls if _part_of(lm, call) == wanted]
+    calls = [call for call in captured.calls if part_of(lm, call) == wanted]
     if not calls:
         raise NotApplicableError(
             f"no attention of the {wanted} was seen in {lm.info.architecture}; choose another part"
@@ -200,13 +200,18 @@ def _tokens(encoded: Encoded, row: int) -> list[str]:
 
 def _without_forbidden(slope: Tensor, call: AttentionCall) -> Tensor:
     """nan at edges that the mask does not allow: there is no weight to change."""
-    forbidden = None
-    if call.is_causal:
-        places = torch.arange(call.n_keys, device=slope.device)
-        forbidden = places[None, :] > places[: call.n_queries, None]
-    elif call.mask is not None:
-        forbidden = ~call.mask if call.mask.dtype == torch.bool else forbidden_entries(call.mask)
+    forbidden = forbidden_edges(call)
     return slope if forbidden is None else slope.masked_fill(forbidden, torch.nan)
+
+
+def forbidden_edges(call: AttentionCall) -> Tensor | None:
+    """Edges that the mask hides, broadcastable to [batch, head, query_pos, key_pos]; None where it hides none."""
+    if call.is_causal:
+        places = torch.arange(call.n_keys, device=call.z.device)
+        return places[None, :] > places[: call.n_queries, None]
+    if call.mask is None:
+        return None
+    return ~call.mask if call.mask.dtype == torch.bool else forbidden_entries(call.mask)
 
 
 def _part(lm: LoadedModel, part: Part | None) -> Part | None:
@@ -218,7 +223,8 @@ def _part(lm: LoadedModel, part: Part | None) -> Part | None:
     return part or "decoder"
 
 
-def _part_of(lm: LoadedModel, call: AttentionCall) -> Part | None:
+def part_of(lm: LoadedModel, call: AttentionCall) -> Part | None:
+    """Which part of an encoder-decoder a call belongs to; None for other models."""
     if not getattr(lm.config, "is_encoder_decoder", False):
         return None
     if call.kind == "cross":

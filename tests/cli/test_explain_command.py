@@ -93,9 +93,10 @@ def test_scores_that_fail_their_own_check_are_shown_and_marked(folder: Path) -> 
         (["explain", TEXT, "--foil", "w20"], "a foil needs a target"),
         (["explain", TEXT, "--set", "steps"], "is not NAME=VALUE"),
         (["explain", TEXT, "--id", "x"], "not both"),
+        (["explain", TEXT, "--set", "heads=3"], "is not a list such as L23H3"),
         (["explain", "--id", "ioi-0"], "there is no prompt 'ioi-0' in the shipped set; did you mean 'ioi-"),
         (["explain", TEXT, "-o", "x.xlsx"], "ends neither in .csv nor in .parquet"),
-        (["methods", "--scope", "layer"], "there is no scope 'layer'; expected one of edge, row, token"),
+        (["methods", "--scope", "layer"], "there is no scope 'layer'; expected one of edge, head, row, token"),
     ],
 )
 def test_misuse_is_told_before_a_model_is_loaded(words: list[str], message: str) -> None:
@@ -111,6 +112,16 @@ def test_parameters_that_do_not_exist_or_do_not_fit_are_misuse(folder: Path) -> 
     wide = explain(folder, TEXT, "--method", "occlusion", "--set", "window=99")
     assert wide.exit_code == 2
     assert "the shortest prompt has 6 tokens" in " ".join(wide.stderr.split())
+
+
+def test_heads_are_named_as_everywhere(folder: Path) -> None:
+    words = ["--method", "temperature_sweep", "--set", "heads=L0H1,L1H3", "--target", "w10", "--json"]
+    rows = json.loads(explain(folder, TEXT, *words).stdout)[0]["rows"]
+    assert {row["head_label"] for row in rows} == {"L0H1", "L1H3"}
+    assert len(rows) == 14
+    missing = explain(folder, TEXT, "--method", "temperature_sweep")
+    assert missing.exit_code == 2
+    assert "temperature_sweep needs heads" in missing.stderr
 
 
 def test_methods_are_listed_without_torch() -> None:

@@ -33,7 +33,7 @@ AXES = {
         ("layer", "batch", "head", "query_pos", "key_pos"),
         ("layer", "batch", "query_pos", "key_pos"),
     },
-    "head": {("layer", "head")},
+    "head": {("head",), ("head", "temperature")},
     "row": {("layer", "batch", "query_pos")},
 }
 QUICK: dict[str, dict[str, Any]] = {
@@ -43,6 +43,9 @@ QUICK: dict[str, dict[str, Any]] = {
     "kernel_shap": {"samples": 40},
     "replacement": {"replacement": "uniform:draws=2"},
     "contribution_norm": {"norm": "next"},
+    "pattern_freedom": {"heads": [(0, 1), (1, 2)], "draws": 3, "steps": 5},
+    "frozen_pattern": {"heads": [(0, 1), (1, 2)], "other": "w40 w41 w42 w43 w44 w45 w46"},
+    "temperature_sweep": {"heads": [(0, 1), (1, 2)], "temperatures": [0.5, 2.0]},
 }
 
 
@@ -122,6 +125,8 @@ def test_near_names_are_suggested(llama_lm: LoadedModel) -> None:
         method_named("zzzz")
     with pytest.raises(UnknownParameterError, match=r"no parameter 'step'; did you mean 'steps'\? it takes aggregate"):
         explain(llama_lm, TEXT, TARGET, method="integrated_gradients", step=4)
+    with pytest.raises(UnknownParameterError, match="frozen_pattern needs other; give other="):
+        explain(llama_lm, TEXT, TARGET, method="frozen_pattern", heads=[(0, 0)])
     with pytest.raises(UnknownParameterError, match="no parameter 'kind'"):
         explain(llama_lm, TEXT, TARGET, method="pattern_gradient", kind="attribution")
 
