@@ -6,6 +6,7 @@ command runs: `attndiag --help` answers in well under a second.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -61,6 +62,8 @@ def _root(
 
 def main() -> None:
     """Entry point of the command `attndiag`."""
+    # idle torch threads that spin cost ten times the work itself where other programs want the cores too
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()
     except KeyboardInterrupt:
