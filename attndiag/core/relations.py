@@ -107,7 +107,8 @@ def relation_mass(
 
     Parameters
     ----------
-    rows : for each pair the query's row, [head, key_pos]: a pattern's, or shares of what the head writes.
+    rows : for each pair the query's row, [head, key_pos]: a pattern's, or shares of what the head writes. A head whose
+        row is nan anywhere comes back as nan.
     pairs : one a prompt.
     usable : as in `pools`. The related keys themselves must be usable.
     draws : shuffles behind p; p is at least 1 / (draws + 1).
@@ -134,11 +135,17 @@ def relation_mass(
             raise NotApplicableError(
                 f"related keys {pair.start}..{pair.stop - 1} of query {pair.query} are hidden from it, or a sink"
             )
-    doubles = [row.double() for row in rows]
+    given = [row.double() for row in rows]
+    # a head without a number on one prompt has none on all of them, and no say in what other heads are held against
+    defined = torch.stack([~row.isnan().any(dim=1) for row in given]).all(dim=0)
+    doubles = [torch.where(defined[:, None], row, 0.0) for row in given]
     mass = torch.stack([_mass(row, pair) for row, pair in zip(doubles, pairs, strict=True)])
     offset_mass, offset = _best_offset(doubles, pairs, usable)
     others = pools(pairs, usable)
     shuffled, p, p_any = _against_shuffles(mass, doubles, pairs, others, draws, seed)
+    mass, offset_mass, offset, shuffled, p, p_any = (
+        values.masked_fill(~defined, torch.nan) for values in (mass, offset_mass, offset, shuffled, p, p_any)
+    )
     return RelationMass(mass, offset_mass, offset, shuffled, p, p_any, sum(bool(pool) for pool in others))
 
 
@@ -154,7 +161,7 @@ def _best_offset(rows: Sequence[Tensor], pairs: Sequence[Pair], usable: Sequence
         if fitting:
             found[distance] = torch.stack(fitting).sum(dim=0) / len(pairs)
     best, index = torch.stack(list(found.values())).max(dim=0)
-    return best, torch.tensor(list(found), dtype=torch.float64)[index.cpu()]
+    return best, torch.tensor(list(found), dtype=torch.float64, device=best.device)[index]
 
 
 def _against_shuffles(

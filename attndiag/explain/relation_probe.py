@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from attndiag.core.contributions import head_contribution
-from attndiag.core.parts import normalise_rows
 from attndiag.core.relations import Pair, RelationMass, pools, relation_mass
 from attndiag.errors import NotApplicableError, TargetError, UnsupportedModelError
 from attndiag.explain.head_ablation import Head
@@ -217,7 +216,12 @@ def _look(lm: LoadedModel, seen: _Seen, reasons: dict[tuple[str, Any], str]) -> 
         try:
             pattern, v, w_o = view.written
             sizes = head_contribution(pattern[:, :, seen.pair.query : seen.pair.query + 1].double(), v, w_o)
-            seen.shares[key] = normalise_rows(sizes, name="a share of what a head writes")[0, :, 0].double().cpu()
+            sizes = sizes[0, :, 0].double().cpu()
+            # 0 / 0 where a head writes nothing: undefined, and said so
+            seen.shares[key] = sizes / sizes.sum(dim=-1, keepdim=True)
+            if silent := (sizes.sum(dim=-1) == 0).nonzero()[:, 0].tolist():
+                heads = ", ".join(map(str, silent))
+                reasons.setdefault(("relation_share", key), f"its heads {heads} write nothing, so there is no share")
         except (NotApplicableError, UnsupportedModelError) as error:
             reasons.setdefault(("relation_share", key), str(error))
 

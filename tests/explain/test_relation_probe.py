@@ -63,7 +63,9 @@ def test_an_induction_head_is_for_the_follower_and_its_edge_is_worth_the_answer(
     assert table.facts["effect_together"] == pytest.approx(effect.values[layer, head].item(), rel=0.05)
     assert table.facts["pairs"] == 5 and table.facts["distances"] == [4, 5, 6, 7, 8]
     assert steps[4] == ("relation again -> follower", 5, 5) and steps[-1][1:] == (5, 5)
-    assert not table.not_measurable
+    # the model's idle heads have W_O = 0
+    assert {item.probe for item in table.not_measurable} == {"relation_share"}
+    assert all("write nothing" in item.reason for item in table.not_measurable)
     # baseline: a row that is uniform over what it may see
     lengths = [len(prompt.text.split()) for prompt in PROMPTS]
     expected = sum(1 / n for n in lengths) / 5
@@ -93,7 +95,7 @@ def test_pairs_that_cannot_be_measured_are_named(lm):
         "later": "the related tokens are hidden from the query",
         "itself": "the query is one of the related tokens",
     }
-    with pytest.raises(NotApplicableError, match="has 1 usable pairs in 2 prompts, and needs at least two .later"):
+    with pytest.raises(NotApplicableError, match=r"has 1 usable pairs in 2 prompts, and needs at least two \(later"):
         probe_relation(lm, [PROMPTS[0], later], "again", "follower")
     with pytest.raises(NotApplicableError, match="no prompt has the spans verb and follower; the prompts have again"):
         probe_relation(lm, PROMPTS, "verb", "follower")
