@@ -283,11 +283,18 @@ def crossover(rounds: int) -> Iterator[str]:
 # ---------------------------------------------------------------- the picture
 
 
-def curves(shape: Shape, longest: int, patience: float) -> dict[str, Any]:
-    """Time and peak memory of every contender over n, each until its prediction passes a limit."""
+def curves(shape: Shape, longest: int, patience: float, file: Path) -> dict[str, Any]:
+    """Time and peak memory of every contender over n, each until its prediction passes a limit.
+
+    Kept in `file`, one contender after the other: what is there already is not measured again.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     data: dict[str, Any] = {"memory": memory, "shape": shape.name, "curves": {}}
+    if file.exists():
+        data = json.loads(file.read_text())
     for contender in (*CONTENDERS, "whole layer"):
+        if contender in data["curves"]:
+            continue
         points: list[tuple[int, float, float]] = []
         stopped = ""
         n = 64
@@ -305,6 +312,8 @@ def curves(shape: Shape, longest: int, patience: float) -> dict[str, Any]:
             print(f"{contender:24s} n = {n:6d}  {told}", file=sys.stderr)
             n *= 2
         data["curves"][contender] = {"points": points, "stopped": stopped, "wall": wall(contender, shape, memory)}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(data, indent=1))
     return data
 
 
@@ -343,7 +352,6 @@ def draw(data: dict[str, Any], path: Path) -> None:
         panel.set_yscale("log")
         panel.grid(alpha=0.3)
     panels[0].legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
 
@@ -355,7 +363,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="*", choices=[*ROWS, "crossover"], help="all when left out")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--figure", type=Path, help="measure the curves over n and draw them here instead of the rows")
+    parser.add_argument("--figure", type=Path, help="measure the curves over n and draw them here instead")
     parser.add_argument("--longest", type=int, default=16384, help="largest n of the figure")
     parser.add_argument("--patience", type=float, default=90.0, help="seconds after which a curve stops")
     parser.add_argument("--probe", help=argparse.SUPPRESS)
@@ -368,7 +376,8 @@ def main() -> None:
             print(json.dumps(probed(options.probe, SHAPES[options.shape], options.n, options.rounds)))
             return
         if options.figure:
-            draw(curves(SHAPES[options.shape], options.longest, options.patience), options.figure)
+            file = options.figure.with_suffix(".json")
+            draw(curves(SHAPES[options.shape], options.longest, options.patience, file), options.figure)
             return
         load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
         cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
