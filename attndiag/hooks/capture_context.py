@@ -12,12 +12,13 @@ bit-equal with and without a capture. Everything is undone when the context is l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
+from attndiag.hooks.adapters import CustomAttention, adapting
 from attndiag.hooks.record import AttentionCall
 from attndiag.hooks.recorder import Captured, Recorder
 from attndiag.hooks.routed import listening
@@ -31,6 +32,7 @@ def capture(
     on_call: Callable[[AttentionCall], None] | None = None,
     *,
     certify: bool = False,
+    modules: Mapping[str, CustomAttention] | None = None,
 ) -> Iterator[Captured]:
     """Record every attention call of `model` inside a `with` block.
 
@@ -40,6 +42,7 @@ def capture(
     layers : keep calls of these layers only; all when None.
     on_call : called with each `AttentionCall` as soon as its block is left. Nothing is then kept in `captured.calls`,
         so a whole model can be analysed with one layer in memory.
+    modules : adapters for attention modules of a person's own, by module name; see `attndiag.hooks.adapters`.
     certify : also measure each call's sampled certificate on the way and raise if it fails.
 
     Yields
@@ -51,7 +54,8 @@ def capture(
     NothingCapturedError : the block ended without a single attention call (no forward ran, or none of the model's
         layers has softmax weights; the text lists what they are).
     UnsupportedModelError : dropout is active, so identical inputs would give different weights.
-    UnverifiedCaptureError : `certify=True` and a call does not reproduce what the model computed.
+    UnverifiedCaptureError : `certify=True` and a call does not reproduce what the model computed; or the parts that an
+        adapter names do not multiply to its output.
 
     Notes
     -----
@@ -65,7 +69,9 @@ def capture(
             # a compiled model never reaches the wrapped functions; inside the context it runs as written
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.callback(recorder.remove_hooks)
-        recorder.attach()
+        recorder.attach(modules or ())
+        if modules:
+            stack.enter_context(adapting(recorder, compiled if isinstance(compiled, nn.Module) else root, modules))
         stack.enter_context(listening(recorder))
         yield recorder.captured
         recorder.finish()

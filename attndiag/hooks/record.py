@@ -34,7 +34,8 @@ class AttentionCall:
     layer : index of the block in its stack; None where the module sits in no numbered stack.
     call_index : 0 for the module's first call inside the capture, 1 for the next, ...
     kind : `"self"`, or `"cross"` when keys and values come from another sequence.
-    route : `"routed"` (the model's own attention function was wrapped) or `"traced"` (its softmax was watched).
+    route : `"routed"` (the model's own attention function was wrapped), `"traced"` (its softmax was watched) or
+        `"adapter"` (a person's statements about a module of their own, checked).
     kernel : the function that computed the attention (`eager`, `sdpa`, `flex_attention`, ...).
     q : [batch, head, query_pos, d_head] or None for traced softmax calls.
     k : [batch, kv_head, key_pos, d_head] or None likewise.
@@ -55,7 +56,7 @@ class AttentionCall:
     layer: int | None
     call_index: int
     kind: Literal["self", "cross"]
-    route: Literal["routed", "traced"]
+    route: Literal["routed", "traced", "adapter"]
     kernel: str
     q: Tensor | None
     k: Tensor | None

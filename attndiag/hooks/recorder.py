@@ -10,12 +10,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from attndiag.errors import NothingCapturedError, UnsupportedModelError
+from attndiag.hooks.adapters import require_product
 from attndiag.hooks.gates import find_output_gate
 from attndiag.hooks.pending import PendingCall, split_chunks
 from attndiag.hooks.record import AttentionCall
@@ -89,8 +90,11 @@ class Recorder:
         self._replaying = False
 
     # -------------------------------------------------------------- attaching
-    def attach(self) -> None:
-        """Hook blocks, norms, linear maps and attention-like modules. Undone by `remove_hooks`."""
+    def attach(self, adapted: Collection[str] = ()) -> None:
+        """Hook blocks, norms, linear maps and attention-like modules. Undone by `remove_hooks`.
+
+        Modules in `adapted`, and those inside them, are not traced: an adapter tells about them.
+        """
         if self._model.training:
             active = [n for n, m in self._model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0 and m.training]
             if active:
@@ -100,6 +104,7 @@ class Recorder:
                 )
         modules = dict(self._model.named_modules())
         blocks, traced = block_names(modules), modules_to_trace(modules)
+        traced = {n for n in traced if not any(n == own or n.startswith(f"{own}.") for own in adapted)}
         self._hook_pre(self._model, self._before_model)
         for name, module in modules.items():
             if name in blocks:
@@ -254,6 +259,33 @@ class Recorder:
                 if getattr(part, "weight", None) is seen.output_weight:
                     pending.projection = (f"{pending.call.module_name}.{inner}", part)
                     pending.attn_out = seen.attn_out
+
+    def on_custom(
+        self,
+        module: nn.Module,
+        weights: Tensor,
+        values: Tensor,
+        z: Tensor,
+        kind: Literal["self", "cross"],
+        projection: tuple[str, nn.Module, Tensor] | None,
+    ) -> None:
+        """Note a run of a module that an adapter describes; its parts are held to A v = z."""
+        origin = self._origin(module, z, values.shape[2]) | {"kind": kind}
+        call = AttentionCall(
+            **origin,
+            route="adapter",
+            kernel="custom",
+            q=None,
+            k=None,
+            v=values,
+            z=z,
+            scale=None,
+            traced_pattern=weights,
+        )
+        require_product(call)
+        pending = self._note(call)
+        if pending is not None and projection is not None:
+            pending.projection, pending.attn_out = projection[:2], projection[2]
 
     def _origin(self, module: nn.Module, z: Tensor, n_keys: int) -> dict[str, Any]:
         name = self._names[id(module)]
