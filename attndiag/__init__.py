@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attndiag.explain.attention_card import card
     from attndiag.explain.audit_run import audit
     from attndiag.explain.contributions import contributions
     from attndiag.explain.edge_truth import edge_effects
@@ -53,6 +54,7 @@ _HOME = {
     "ValueZeroing": "attndiag.hooks.edit_kinds",
     "audit": "attndiag.explain.audit_run",
     "capture": "attndiag.hooks.capture_context",
+    "card": "attndiag.explain.attention_card",
     "contributions": "attndiag.explain.contributions",
     "edge_effects": "attndiag.explain.edge_truth",
     "edit": "attndiag.hooks.edits",
@@ -81,6 +83,7 @@ __all__ = [
     "__version__",
     "audit",
     "capture",
+    "card",
     "contributions",
     "edge_effects",
     "edit",

@@ -193,7 +193,7 @@ def judge_padding(found: PaddingReach, already: list[Finding]) -> list[Finding]:
         findings.append(Finding("padding_variance", (), (), text, {**evidence, "change": changes}))
     moved = found.query_change is not None and found.query_change > found.noise
     # a pooler that reads position 0 is sound where position 0 is a token: a limit, see `padding_limits`
-    names = found.pooled_moved if found.side == "right" else ()
+    names = found.pooled_moved if found.side == "right" and not findings else ()
     if not explained and (moved or names):
         listed = f" ({', '.join(names)})" if names else ""
         text = f"what padded positions hold behind the last block changes outputs{listed or ' at tokens'}"

@@ -184,7 +184,7 @@ def test_an_inverted_mask_of_an_encoder_shows_under_padding():
     model = bert()
     name = plant_mask(model, lambda allowed: allowed if bool(allowed.all()) else ~allowed)
     findings = attndiag.audit(model).findings
-    assert [(f.kind, f.modules) for f in findings][0] == ("inverted_mask", (name,))
+    assert (findings[0].kind, findings[0].modules) == ("inverted_mask", (name,))
 
 
 @pytest.mark.parametrize("build", [llama, gpt2, bert])
@@ -384,7 +384,7 @@ def test_text_and_dictionary_say_the_same():
     text = found.to_text()
     assert "a window of 4 keys is configured and queries read 5 keys" in text
     assert found.to_dict()["findings"][0]["evidence"]["seen"] == 5
-    assert list(found.to_frame()["kind"])[0] == "window_mismatch"
+    assert found.to_frame()["kind"].tolist()[0] == "window_mismatch"
     assert "window_mismatch" in repr(found)
 
 
