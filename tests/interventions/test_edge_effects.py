@@ -61,13 +61,19 @@ def loaded(family: str, settings: dict, factory: type = AutoModelForCausalLM):
 
 
 def brute_force(lm, prompt, target, effects: ad.Scores, mode: str, stream: str = "self") -> torch.Tensor:
+    """Every third edge by one forward of its own; nan for the others, as for what is no edge."""
     clean = ad.score(lm, prompt, target).values
     expected = torch.full_like(effects.values, float("nan"))
-    for place in (~effects.values.isnan()).nonzero().tolist():
+    for place in (~effects.values.isnan()).nonzero().tolist()[::3]:
         layer = effects.labels["layer"][place[0]]
         with ad.edit(lm, ad.Knockout(layer, *place[1:], mode=mode, stream=stream)):
             expected[tuple(place)] = clean - ad.score(lm, prompt, target).values
     return expected
+
+
+def measured_at(places: torch.Tensor, effects: ad.Scores) -> torch.Tensor:
+    """The effects where `places` holds numbers."""
+    return effects.values.masked_fill(places.isnan(), float("nan"))
 
 
 @pytest.mark.parametrize("family", RESTARTED)
@@ -80,10 +86,12 @@ def test_restarts_equal_one_forward_an_edge(family, mode):
     expected = brute_force(lm, TEXT, TARGET, effects, mode)
     scale = float(expected.nan_to_num().abs().max())
     assert scale > 0
-    assert torch.allclose(effects.values, expected, rtol=1e-3, atol=2e-5 * max(scale, 1), equal_nan=True)
+    assert torch.allclose(
+        measured_at(expected, effects), expected, rtol=1e-3, atol=2e-5 * max(scale, 1), equal_nan=True
+    )
     whole = ad.edge_effects(lm, TEXT, TARGET, mode=mode, route="forwards")
     assert whole.provenance["route"] == "forwards"
-    assert torch.allclose(whole.values, expected, rtol=1e-3, atol=2e-5 * max(scale, 1), equal_nan=True)
+    assert torch.allclose(measured_at(expected, whole), expected, rtol=1e-3, atol=2e-5 * max(scale, 1), equal_nan=True)
 
 
 def test_edges_outside_a_window_do_not_exist():
@@ -100,7 +108,7 @@ def test_a_continuation_is_read_at_several_positions(mode):
     effects = ad.edge_effects(lm, TEXT, target, mode=mode)
     assert effects.provenance["route"] == "restart"
     expected = brute_force(lm, TEXT, target, effects, mode)
-    assert torch.allclose(effects.values, expected, rtol=1e-3, atol=1e-4, equal_nan=True)
+    assert torch.allclose(measured_at(expected, effects), expected, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
 def test_bidirectional_models_take_whole_forwards():
@@ -110,7 +118,7 @@ def test_bidirectional_models_take_whole_forwards():
     assert effects.provenance["route"] == "forwards"
     assert not bool(effects.values.isnan().any())
     expected = brute_force(lm, prompt, target, effects, "remove")
-    assert torch.allclose(effects.values, expected, rtol=1e-3, atol=1e-4)
+    assert torch.allclose(measured_at(expected, effects), expected, rtol=1e-3, atol=1e-4, equal_nan=True)
     with pytest.raises(UnsupportedModelError):
         ad.edge_effects(lm, prompt, target, route="restart")
 
@@ -122,7 +130,7 @@ def test_encoder_decoders_take_whole_forwards(stream):
     effects = ad.edge_effects(lm, prompt, TARGET, stream=stream)
     assert effects.provenance["route"] == "forwards"
     expected = brute_force(lm, prompt, TARGET, effects, "remove", stream)
-    assert torch.allclose(effects.values, expected, rtol=1e-3, atol=1e-4, equal_nan=True)
+    assert torch.allclose(measured_at(expected, effects), expected, rtol=1e-3, atol=1e-4, equal_nan=True)
     assert effects.values.shape[2:] == {"self": (3, 3), "cross": (3, 4), "encoder": (4, 4)}[stream]
 
 
