@@ -153,7 +153,8 @@ def draw_phase_change(change: PhaseChange) -> Figure:
         )
     effects.set(ylabel="effect of zero ablation (nats)", title="What the heads are worth")
     for axis in axes.flat:
-        axis.legend(loc="best", handlelength=1.8)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(loc="best", handlelength=1.8)
     for axis in axes[1]:
         axis.set_xlabel("training step")
     said = "solid: the run; dashed: control (one layer, same rows); grey: induction window"

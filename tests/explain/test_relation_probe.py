@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from attndiag.errors import NotApplicableError
 from attndiag.explain.relation_probe import probe_relation, relations_in
@@ -102,17 +102,23 @@ def test_pairs_that_cannot_be_measured_are_named(lm):
 
 
 def test_a_window_that_hides_the_related_token_is_no_low_score():
-    known = short_window()
-    lm = load(known.model, tokenizer=tokenizer())
-    window = known.model.config.sliding_window
-    far = [repeated(1, window + 3, 2), repeated(20, window + 4, 3), repeated(30, window + 5, 3)]
-    try:
-        table = probe_relation(lm, far, "again", "first", knock_out=0)
-    except NotApplicableError as error:
-        assert "hidden from the query" in str(error)
-    else:
-        assert any("its window hides" in item.reason for item in table.not_measurable)
-        assert table["relation_mass"].values.isnan().any()
+    lm = load(short_window(window=8).model, tokenizer=tokenizer())
+    far = [repeated(1, 11, 2), repeated(20, 12, 3)]
+    with pytest.raises(NotApplicableError, match=r"has 0 usable pairs in 2 prompts.*hidden from the query"):
+        probe_relation(lm, far, "again", "first")
+    near = [repeated(1, 5, 2), repeated(20, 6, 3)]
+    assert probe_relation(lm, [*near, *far], "again", "first", knock_out=0).facts["pairs"] == 2
+    # one layer that sees everything beside one with a window: the second has no number, and says why
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, use_sliding_window=True, sliding_window=8,
+        layer_types=["full_attention", "sliding_attention"],
+    )  # fmt: skip
+    mixed = load(Qwen2ForCausalLM(config).eval(), tokenizer=tokenizer())
+    table = probe_relation(mixed, far, "again", "first", knock_out=0)
+    assert table["relation_mass"].values[0].isfinite().all()
+    assert table["relation_mass"].values[1].isnan().all()
+    assert any("its window hides the related tokens in 2 of 2" in item.reason for item in table.not_measurable)
 
 
 def test_targets_in_different_units_leave_effects_out_and_say_so(lm):
