@@ -8,8 +8,8 @@ What then differs between positions tells how they enter:
 - equal keys and even weights: no positions here (`none`); weights whose logarithm falls in proportion to the distance:
   `alibi`; any other uneven weights: `relative bias`.
 
-Layers behind one that already made positions differ (sinks, windows and recurrent layers do, harmlessly) cannot be asked
-like that; there the rotation is looked for among the modules that ran, and said to be `by module`.
+Layers behind one that already made positions differ (sinks and recurrent layers do, harmlessly) cannot be asked like
+that; there the rotation is looked for among the modules that ran, and said to be `by module`.
 """
 
 from __future__ import annotations

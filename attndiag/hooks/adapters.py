@@ -235,7 +235,8 @@ def require_product(call: AttentionCall) -> None:
         raise UnverifiedCaptureError(
             f"{call.module_name}: the adapter's weights times its values differ from its output by "
             f"{certificate.value_error:.1e} of the output's size (allowed {certificate.tolerance:.0e}). Are the "
-            "weights those after softmax and mask, the values those behind their projection, the output the one before W_O?"
+            "weights those after softmax and mask, the values those behind their projection, the output the one before "
+            "W_O?"
         )
 
 

@@ -30,7 +30,8 @@ def looks_like_attention(module: nn.Module) -> bool:
 
 def looks_like_mixer(module: nn.Module) -> bool:
     """True for modules whose class names a token mixer without a softmax."""
-    return _MIXER_LIKE.search(type(module).__name__) is not None
+    name = type(module).__name__
+    return _MIXER_LIKE.search(name) is not None and "norm" not in name.lower()
 
 
 def module_parts(name: str) -> list[str]:
