@@ -219,7 +219,7 @@ def _frame(scores: Scores) -> pd.DataFrame:
     if len(scores.axes) == 1:
         for name in ("se", "flip_share", "ood", "admissible"):
             values = scores.checks.get(name)
-            if hasattr(values, "tolist") and len(values) == len(frame):
+            if values is not None and len(values) == len(frame):
                 frame[name] = values.tolist()
     return frame
 

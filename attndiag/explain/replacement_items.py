@@ -102,7 +102,7 @@ def _spans(prompt: Prompt, text: str) -> list[tuple[str, tuple[int, int]]]:
     # a scored continuation is appended, so the prompt's own characters keep their places
     if prompt.text is None or not text.startswith(prompt.text):
         raise PromptError(f"the spans of {prompt_label(prompt)!r} count in its text, which a chat template changed")
-    return sorted(((name, tuple(span)) for name, span in prompt.spans.items()), key=lambda each: each[1])
+    return sorted(((name, (span[0], span[1])) for name, span in prompt.spans.items()), key=lambda each: each[1])
 
 
 def _characters(text: str, offsets: list[list[int]]) -> list[tuple[int, int]]:

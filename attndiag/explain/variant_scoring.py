@@ -101,13 +101,14 @@ class _SharedPrefix(DynamicLayer):
         super().__init__()
         self.lazy_initialization(keys, values)
         self.keys, self.values = keys, values
+        self._prefix = keys, values
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Prefix and new states in one row after the other; the prefix itself stays as it is."""
-        rows = key_states.shape[0]
+        rows, (keys, values) = key_states.shape[0], self._prefix
         return (
-            torch.cat([self.keys.expand(rows, -1, -1, -1), key_states], dim=-2),
-            torch.cat([self.values.expand(rows, -1, -1, -1), value_states], dim=-2),
+            torch.cat([keys.expand(rows, -1, -1, -1), key_states], dim=-2),
+            torch.cat([values.expand(rows, -1, -1, -1), value_states], dim=-2),
         )
 
 
@@ -123,7 +124,7 @@ class VariantScorer:
         self.causal_logits = resolved.kind not in NO_SEQUENCE_LOGITS and resolved.encoded.decoder is None
         self.losses = losses and self.causal_logits
         self.prefix = "not asked for"
-        self._cache: DynamicCache | None = None
+        self._cache: list[tuple[Tensor, Any]] | None = None
         self._checked = False
         self._gives_positions: bool | None = None
         names = ("cache", "past_key_values")
@@ -327,14 +328,15 @@ class VariantScorer:
         try:
             inputs = {**self.resolved.inputs, self._cache_argument: cache}
             self.lm.run(inputs, use_cache=True, **self._one_logit())
-            whole = [layer.keys is not None and layer.keys.shape[-2] == len(self.ids) for layer in cache.layers]
+            kept = [(layer.keys, layer.values) for layer in cache.layers if isinstance(layer.keys, Tensor)]
+            whole = len(kept) == len(cache.layers) and all(k.shape[-2] == len(self.ids) for k, _ in kept)
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
             self.prefix = f"whole forwards: the model does not fill a plain cache ({type(error).__name__}: {error})"
             return
-        if not whole or not all(whole):
+        if not kept or not whole:
             self.prefix = "whole forwards: some layers keep no keys of the whole prompt"
             return
-        self._cache = cache
+        self._cache = kept
         self.prefix = "kept, and not needed: no batch starts after the first token"
 
     def _one_logit(self) -> dict[str, Any]:
@@ -344,9 +346,7 @@ class VariantScorer:
         if self._cache is None:
             raise UnsupportedModelError("a prefix was asked for and none was recorded")
         cache = DynamicCache()
-        cache.layers = [
-            _SharedPrefix(layer.keys[:, :, :start], layer.values[:, :, :start]) for layer in self._cache.layers
-        ]
+        cache.layers = [_SharedPrefix(keys[:, :, :start], values[:, :, :start]) for keys, values in self._cache]
         return cache
 
     def _usable_start(self, rows: Variants, start: int) -> int:
