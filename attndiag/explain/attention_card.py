@@ -49,7 +49,7 @@ class LayerCard:
     causal : no query reads the future.
     window_seen : width found by intervention; None where the probe of `length` tokens showed no end.
     window_told : width that the kernel was given.
-    positions : how positions enter (`"rope"`, `"alibi"`, `"relative bias"`, `"absolute"`, `"none"`, `"unclear"`).
+    positions : how positions enter (`"rope"`, `"alibi"`, `"relative bias"`, `"relative"`, `"absolute"`, `"none"`, `"unclear"`).
     scale, softcap, sinks : of the scores; None where q and k are not seen, or where the call has none.
     output : name of the output projection; None with the reason in `limits`.
     certified : the record reproduces what the model computed.

@@ -57,12 +57,14 @@ def compare_with_config(config: Any, layers: Sequence[LayerCard], length: int) -
     def note(what: str, claimed: Any, seen: Any, layer: LayerCard, remark: str = "") -> None:
         found.setdefault((what, str(claimed), str(seen), remark), []).append(layer.module_name)
 
+    repeated = {layer.module_name for layer in layers if layer.call_index > 0}
     for layer in layers:
         if layer.kind == "mixer" or layer.query_heads is None:
             continue
         heads = _claim(text, layer, _HEADS)
         if heads is not None and layer.query_heads != heads[1]:
-            remark = "two calls a layer, half of the heads each" if layer.query_heads * 2 == heads[1] else ""
+            halves = layer.module_name in repeated and layer.query_heads * 2 == heads[1]
+            remark = "two calls a layer, half of the heads each" if halves else ""
             note(heads[0], heads[1], layer.query_heads, layer, remark)
         _kv_heads(text, layer, note)
         d_head = getattr(text, "head_dim", None)

@@ -6,7 +6,7 @@ What then differs between positions tells how they enter:
 - keys of different length or (beyond a rotation) content: positions are in the stream (`absolute`);
 - keys of equal length that differ: they were rotated (`rope`);
 - equal keys and even weights: no positions here (`none`); weights whose logarithm falls in proportion to the distance:
-  `alibi`; any other uneven weights: `relative bias`.
+  `alibi`; any other uneven weights: `relative bias` (`relative` where the keys are not seen: a bias or a rotation).
 
 Layers behind one that already made positions differ (sinks and recurrent layers do, harmlessly) cannot be asked like
 that; there the rotation is looked for among the modules that ran, and said to be `by module`.
@@ -85,7 +85,9 @@ def _answer(call: AttentionCall) -> str:
             return "differs"
         if _spread(k) > near:
             return "rope"
-    return _bias_kind(weights, near)
+    kind = _bias_kind(weights, near)
+    # without the keys a rotation and a bias look alike
+    return "relative" if kind == "relative bias" and call.k is None else kind
 
 
 def _spread(tensor: Tensor) -> float:

@@ -1,0 +1,207 @@
+"""Cards agree with configurations that are true, and contradict those that are not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+import attndiag
+from attndiag.errors import UnsupportedModelError
+from attndiag.explain.attention_card import LayerCard
+from attndiag.models.known import loud_gemma2, loud_gpt_oss, sound_llama, sound_window, wide_window
+from attndiag.models.known.recurrent import DateTranslator
+
+PLAIN = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = {**PLAIN, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 1}
+GPT2 = {"vocab_size": 64, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+BERT = {**PLAIN, "max_position_embeddings": 64}
+
+# family: (settings, kv heads, how positions enter, what the mask looks like)
+FAMILIES = {
+    "llama": (GROUPED, 2, "rope", "causal"),
+    "qwen2": (GROUPED, 2, "rope", "causal"),
+    "qwen3": ({**GROUPED, "head_dim": 8}, 2, "rope", "causal"),
+    "gemma": ({**GROUPED, "head_dim": 8}, 2, "rope", "causal"),
+    "olmo2": (GROUPED, 2, "rope", "causal"),
+    "cohere": (GROUPED, 2, "rope", "causal"),
+    "granite": (GROUPED, 2, "rope", "causal"),
+    "stablelm": (GROUPED, 2, "rope", "causal"),
+    "starcoder2": (GROUPED, 2, "rope", "causal"),
+    "phi": (GROUPED, 2, "rope", "causal"),
+    "mistral": ({**GROUPED, "sliding_window": 5}, 2, "rope", "causal, window 5"),
+    "gpt_neox": ({**PLAIN, "max_position_embeddings": 64}, 4, "rope", "causal"),
+    "gpt2": (GPT2, 4, "absolute", "causal"),
+    "gptj": ({**GPT2, "rotary_dim": 4}, 4, "rope", "causal"),
+    "codegen": ({**GPT2, "rotary_dim": 4}, 4, "rope", "causal"),
+    "opt": (
+        {**PLAIN, "ffn_dim": 32, "max_position_embeddings": 64, "word_embed_proj_dim": 32},
+        4,
+        "absolute",
+        "causal",
+    ),
+    "bloom": ({"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}, 4, "alibi", "causal"),
+    "falcon": (
+        {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        1,
+        "rope",
+        "causal",
+    ),
+    "bert": (BERT, 4, "absolute", "bidirectional"),
+    "roberta": (BERT, 4, "absolute", "bidirectional"),
+    "electra": ({**BERT, "embedding_size": 32}, 4, "absolute", "bidirectional"),
+    "mpnet": (BERT, 4, "absolute", "bidirectional"),
+    "xlm-roberta": (BERT, 4, "absolute", "bidirectional"),
+    "roformer": (BERT, 4, "relative", "bidirectional"),
+    "camembert": (BERT, 4, "absolute", "bidirectional"),
+}
+
+
+def built(family: str) -> nn.Module:
+    settings, _, _, mask = FAMILIES[family]
+    config = AutoConfig.for_model(family, **settings)
+    kind = AutoModelForCausalLM if mask.startswith("causal") else AutoModelForMaskedLM
+    torch.manual_seed(0)
+    model = kind.from_config(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.mul_(6)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_card_against_config(family):
+    _, kv_heads, positions, mask = FAMILIES[family]
+    card = attndiag.card(built(family))
+    assert len(card.layers) == 2
+    for layer in card.layers:
+        assert (layer.query_heads, layer.kv_heads, layer.d_value) == (4, kv_heads, 8)
+        assert layer.mask == mask
+        assert layer.kind == "self"
+        assert layer.certified
+        assert "contribution" in layer.measurable
+        assert layer.positions == positions
+    assert all(difference.explained for difference in card.differences), card.differences
+    if mask.startswith("causal"):
+        assert card.cache_bytes_per_token == 2 * 2 * kv_heads * 8 * 4
+    else:
+        assert card.cache_bytes_per_token is None
+
+
+def test_mixed_layers_sinks_and_soft_caps():
+    oss = attndiag.card(loud_gpt_oss().model)
+    assert [layer.mask for layer in oss.layers] == ["causal, window 8", "causal"]
+    assert all(layer.sinks and layer.positions.startswith("rope") for layer in oss.layers)
+    gemma = attndiag.card(loud_gemma2().model)
+    assert [layer.mask for layer in gemma.layers] == ["causal, window 8", "causal"]
+    assert {layer.softcap for layer in gemma.layers} == {6.0}
+    assert gemma.layers[0].scale != gemma.layers[0].d_head ** -0.5
+    assert not oss.differences
+    assert not gemma.differences
+
+
+def test_encoder_decoder():
+    config = AutoConfig.for_model(
+        "t5", vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, decoder_start_token_id=0
+    )
+    card = attndiag.card(AutoModelForSeq2SeqLM.from_config(config).eval())
+    assert [(layer.kind, layer.mask, layer.positions) for layer in card.layers] == [
+        ("self", "bidirectional", "relative bias"),
+        ("self", "causal", "relative bias"),
+        ("cross", "all keys of the other sequence", "none"),
+    ]
+
+
+def test_layers_without_a_softmax():
+    config = AutoConfig.for_model(
+        "qwen3_next", **GROUPED, head_dim=8, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+        linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    card = attndiag.card(AutoModelForCausalLM.from_config(config).eval())
+    mixer, attention = card.layers
+    assert (mixer.kind, mixer.layer, attention.kind, attention.layer) == ("mixer", 0, "self", 1)
+    assert "token replacement" in mixer.measurable
+    assert "weights and contributions" in mixer.limits[0]
+    assert any("gate" in limit for limit in attention.limits)
+    mamba = AutoConfig.for_model("mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
+    only = attndiag.card(AutoModelForCausalLM.from_config(mamba).eval())
+    assert [layer.module_class for layer in only.layers] == ["MambaMixer"] * 2
+
+
+def test_configs_that_lie_are_contradicted():
+    model = sound_llama().model
+    assert not attndiag.card(model).differences
+    model.config.num_key_value_heads = 4
+    model.config.num_attention_heads = 8
+    model.config.sliding_window = 6
+    found = {d.what: d for d in attndiag.card(model).differences}
+    assert set(found) == {"num_key_value_heads", "num_attention_heads", "sliding_window"}
+    assert (found["num_key_value_heads"].claimed, found["num_key_value_heads"].seen) == ("4", "2")
+    assert (found["sliding_window"].claimed, found["sliding_window"].seen) == ("6", "no window")
+    assert not any(d.explained for d in found.values())
+
+    (window,) = attndiag.card(wide_window().model).differences
+    assert (window.what, window.claimed, window.seen) == ("sliding_window", "4", "5 keys")
+    assert window.modules == ("model.layers.0.self_attn",)
+    assert not attndiag.card(sound_window().model).differences
+
+
+def test_text_json_and_html_say_the_same():
+    card = attndiag.card(wide_window().model)
+    text, page = card.to_text(), card.to_html()
+    for said in ("causal, window 5", "the config says 4, the probe saw 5 keys"):
+        assert said in text
+        assert said in page
+    assert "<script" not in page
+    assert "http" not in page
+    facts = json.loads(json.dumps(card.to_dict()))
+    assert facts["layers"][0]["window_seen"] == 5
+    assert facts["differences"][0]["claimed"] == "4"
+    assert len(card.to_frame()) == 2
+    assert card._repr_html_() == page
+
+
+def test_names_are_escaped():
+    card = attndiag.card(sound_llama().model)
+    object.__setattr__(card, "model", "<b>x</b>")
+    assert "<b>x</b>" not in card.to_html()
+
+
+def test_models_that_cannot_be_probed_say_why():
+    config = AutoConfig.for_model(
+        "vit", image_size=16, patch_size=8, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=4,
+    )  # fmt: skip
+    model = AutoModel.from_config(config).eval()
+    with pytest.raises(UnsupportedModelError, match=r"pixel_values.*inputs="):
+        attndiag.card(model)
+    card = attndiag.card(model, inputs={"pixel_values": torch.randn(2, 3, 16, 16)})
+    assert card.layers[0].mask == "bidirectional"
+    with pytest.raises(UnsupportedModelError, match="source, target"):
+        attndiag.card(DateTranslator("dot").eval())
+    with pytest.raises(UnsupportedModelError, match="at least 4"):
+        attndiag.card(sound_llama().model, length=2)
+
+
+def test_a_layer_card_is_a_plain_record():
+    layer = attndiag.card(sound_llama().model).layers[0]
+    assert isinstance(layer, LayerCard)
+    assert layer.output == "model.layers.0.self_attn.o_proj"
+    assert layer.scale == 0.25
+    assert layer.window_told is None
+    assert hash(layer)
+
+
+@pytest.mark.real_model
+def test_default_model(default_lm):
+    card = attndiag.card(default_lm)
+    assert len(card.layers) == 30
+    assert {(c.query_heads, c.kv_heads, c.d_head, c.positions) for c in card.layers} == {(9, 3, 64, "rope")}
+    width = torch.finfo(next(default_lm.model.parameters()).dtype).bits // 8
+    assert card.cache_bytes_per_token == 30 * 2 * 3 * 64 * width
+    assert not card.differences
