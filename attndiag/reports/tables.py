@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -81,12 +81,12 @@ class Summary:
     @property
     def measured(self) -> pd.DataFrame:
         """Prompts that were measured."""
-        return self.prompts[self.prompts.status != "failed"]
+        return self.prompts.query("status != 'failed'")
 
     @property
     def failed(self) -> pd.DataFrame:
         """Prompts that could not be measured, or whose target could not."""
-        return self.prompts[self.prompts.status != "ok"]
+        return self.prompts.query("status != 'ok'")
 
     @property
     def n_heads(self) -> int:
@@ -169,7 +169,7 @@ def find_places(checks: pd.DataFrame) -> pd.DataFrame:
     A single stack of self-attention is labelled by its layer numbers. Otherwise E, D and X stand for an encoder's, a
     decoder's and a cross-attention's layers, M for anything else.
     """
-    places = checks.drop_duplicates("module")[["module", "layer", "kind"]].reset_index(drop=True)
+    places = checks.drop_duplicates("module").filter(["module", "layer", "kind"]).reset_index(drop=True)
     places["place"] = np.arange(len(places))
     layers = places.layer
     if (places.kind == "self").all() and layers.notna().all() and layers.is_unique:
@@ -211,7 +211,8 @@ def _layers(of_heads: pd.DataFrame, of_layers: pd.DataFrame, places: pd.DataFram
 
 def _spread(heads: pd.DataFrame) -> pd.DataFrame:
     """10 % and 90 % over the heads of a place, of the prompt means."""
-    return heads.groupby("place")[list(HEAD_MEASURES)].quantile([0.1, 0.9]).unstack()
+    quantiles = heads.groupby("place")[list(HEAD_MEASURES)].quantile([0.1, 0.9])
+    return cast("pd.DataFrame", quantiles.unstack())
 
 
 _SINK_NUMBERS = ("sink_weight", "sink_head_contribution_share", "sink_contribution_share")
