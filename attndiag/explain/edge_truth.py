@@ -264,7 +264,8 @@ class _Runner:
         """Effects of the group's edges in order, and m of the unedited row of the last batch."""
         n = self.resolved.encoded.input_ids.shape[1]
         width = n - group.query if self.restart is not None else n
-        size = max(batch_tokens // max(width, 1) - 1, 1)
+        # keys and values of the whole prompt are laid out for every row, so long prompts get fewer rows
+        size = max(min(batch_tokens // max(width, 1), 16 * batch_tokens // n) - 1, 1)
         effects: list[float] = []
         clean = float("nan")
         device = self.resolved.encoded.input_ids.device

@@ -26,10 +26,10 @@ from attndiag.errors import UnsupportedModelError, UnverifiedCaptureError
 from attndiag.hooks.edit_kinds import AttentionOff, Edit, Patch, acts_on_heads, edited_heads, fitted
 from attndiag.hooks.edit_log import Applied, EditLog
 from attndiag.hooks.live import LiveCall, TokenFrame
-from attndiag.hooks.pausing import are_edits_paused, edits_paused
+from attndiag.hooks.pausing import are_edits_paused
 from attndiag.hooks.recorder import as_heads
-from attndiag.hooks.routed import RoutedArguments, listening
-from attndiag.hooks.sites import BlockSites, site_of
+from attndiag.hooks.routed import RoutedArguments, listening, listening_apart
+from attndiag.hooks.sites import BlockSites, site_of, without_hooks
 from attndiag.hooks.structure import bound_arguments, first_tensor, modules_to_trace
 from attndiag.hooks.traced import TracedSoftmax, watching_softmax
 from attndiag.models.load import LoadedModel
@@ -239,7 +239,7 @@ class _Session:
         if not mine or returned is None or self._silent() or any(_carries(returned, each.z) for each in mine):
             return
         given = {key: value for key, value in self._arguments[name].items() if key not in CACHE_ARGUMENTS}
-        with edits_paused(), torch.no_grad():
+        with without_hooks(module), listening_apart(), torch.no_grad():
             unedited = first_tensor(module(**given))
         if unedited is None or torch.equal(unedited, returned):
             raise UnsupportedModelError(

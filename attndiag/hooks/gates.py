@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attndiag.hooks.residual import FIT_TOLERANCE
-from attndiag.hooks.routed import RoutedArguments, listening
+from attndiag.hooks.routed import RoutedArguments, listening, listening_apart
 
 _CACHES = ("past_key_values", "past_key_value", "cache", "layer_past")
 _NOT_A_GATE = (
@@ -73,7 +73,7 @@ def _input_under(module: nn.Module, projection: nn.Module, z: Tensor, arguments:
     handle = projection.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
     listener = _ReplaceZ(module, z.detach())
     try:
-        with listening(listener), torch.no_grad():
+        with listening_apart(), listening(listener), torch.no_grad():
             module(**arguments)
     finally:
         handle.remove()

@@ -87,6 +87,22 @@ def listening(listener: RoutedListener, *, first: bool = False):
                 AttentionInterface.__getitem__ = _REAL_GETITEM  # type: ignore[method-assign]
 
 
+@contextmanager
+def listening_apart():
+    """Listeners that are active now hear nothing until the context is left; new ones may come and go."""
+    with _lock:
+        kept = list(_listeners)
+        _listeners.clear()
+    try:
+        yield
+    finally:
+        with _lock:
+            _listeners.extend(kept)
+            if kept:
+                AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign]
+                AttentionInterface.__getitem__ = _getitem  # type: ignore[method-assign]
+
+
 def _get_interface(self: AttentionInterface, attn_implementation: str, default: Callable) -> Callable:
     return _wrapped(_REAL_GET_INTERFACE(self, attn_implementation, default))
 

@@ -7,6 +7,8 @@ the head outputs, the feed-forward branch is the last module whose output c sati
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,9 +18,9 @@ from torch import Tensor, nn
 
 from attndiag.errors import UnsupportedModelError
 from attndiag.hooks.capture_context import capture
-from attndiag.hooks.pausing import edits_paused
 from attndiag.hooks.record import AttentionCall
 from attndiag.hooks.residual import FIT_TOLERANCE
+from attndiag.hooks.routed import listening_apart
 from attndiag.hooks.structure import block_names, first_tensor, is_norm, module_parts
 from attndiag.models.access import accepts, evaluating, input_embedding
 
@@ -115,13 +117,14 @@ def _find(model: nn.Module) -> tuple[BlockSites, ...]:
         calls.append(call)
         seen.note(call)
 
-    try:
+    with ExitStack() as stack:
+        for context in (evaluating(model), torch.no_grad(), without_hooks(model), listening_apart()):
+            stack.enter_context(context)
         # capture first, so that its records are complete when a block's own hook below reads them
-        with evaluating(model), torch.no_grad(), edits_paused(), capture(model, on_call=note):
-            seen.attach()
-            model(**given)
-    finally:
-        seen.remove()
+        stack.enter_context(capture(model, on_call=note))
+        stack.callback(seen.remove)
+        seen.attach()
+        model(**given)
     counts: dict[str, int] = {}
     for call in calls:
         counts[call.module_name] = counts.get(call.module_name, 0) + 1
@@ -144,6 +147,28 @@ def _find(model: nn.Module) -> tuple[BlockSites, ...]:
             )
         )
     return tuple(sites)
+
+
+_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """The model without the hooks that it has now: a capture around the trial must not take it for the user's run."""
+    kept = [(module, name, getattr(module, name)) for module in model.modules() for name in _HOOK_TABLES]
+    try:
+        for module, name, table in kept:
+            setattr(module, name, type(table)())
+        yield
+    finally:
+        for module, name, table in kept:
+            setattr(module, name, table)
 
 
 class _BlockWatch:

@@ -288,6 +288,29 @@ def test_gradients_flow_through_an_edit(tiny_llama):
     assert float((embedded.grad * step).sum()) == pytest.approx(float(up - down) / 2e-3, rel=2e-2)
 
 
+@pytest.mark.parametrize("form", [FORMS[2], FORMS[12]], ids=["llama", "bloom traced"])
+@pytest.mark.parametrize("outer", ["capture", "edit"])
+def test_a_capture_sees_the_edited_heads_whichever_context_came_first(form, outer):
+    model = build(form)
+    given = inputs_of(model)
+    contexts = [lambda: ad.capture(model), lambda: ad.edit(model, ad.HeadAblation(1, HEAD))]
+    with torch.no_grad(), ExitStack() as stack:
+        opened = [stack.enter_context(make()) for make in (contexts if outer == "capture" else contexts[::-1])]
+        model(**given)
+    captured = opened[0 if outer == "capture" else 1]
+    assert [call.layer for call in captured.calls] == [0, 1]
+    assert float(captured.calls[1].z[:, :, HEAD].abs().max()) == 0.0
+    assert captured.calls[1].output is not None
+
+
+def test_two_captures_of_a_traced_family_nest():
+    model = build(FORMS[12])
+    with torch.no_grad(), ad.capture(model) as outer, ad.capture(model) as inner:
+        model(**inputs_of(model))
+    assert [call.layer for call in outer.calls] == [call.layer for call in inner.calls] == [0, 1]
+    assert torch.equal(outer.calls[1].z, inner.calls[1].z)
+
+
 @pytest.mark.parametrize("where", ["normal", "inside a block", "after"])
 def test_everything_is_restored(tiny_llama, where):
     def state():
@@ -396,6 +419,22 @@ def test_a_compiled_model_is_edited_as_written(tiny_llama):
         with ad.edit(compiled, ad.Knockout(1, 1, 9, 3)):
             edited = compiled(ids).logits
     assert torch.equal(plain, edited)
+
+
+def test_what_stands_between_heads_and_projection_does_not_hide_an_edit():
+    """BitNet has a norm there, so no linear map reads the head outputs: the module's own output proves the edit."""
+    model = build(("bitnet", "bitnet", GQA, AutoModelForCausalLM, None, "self"))
+    given = inputs_of(model)
+    with torch.no_grad():
+        clean = model(**given).logits
+        with ad.capture(model) as captured, ad.edit(model, ad.Knockout(1, 1, -1, 3)) as log:
+            edited = model(**given).logits
+    assert not torch.equal(clean, edited)
+    assert log.applied[0].entries == 2
+    assert [call.layer for call in captured.calls] == [0, 1]
+    off = pytest.raises(UnsupportedModelError, match="has no output projection to edit")
+    with off, ad.edit(model, ad.AttentionOff(1)):
+        model(**given)
 
 
 def test_shared_blocks_are_refused():
