@@ -8,7 +8,8 @@ One pass over blocks of queries gives any of the scores of `core.contributions`,
 3. Pairs whose heads nearly cancel are repeated in float64 (`core.refine`).
 
 Few queries skip the factors and build the vectors (`core.dispatch` says where the line lies). The numbers are those of
-`core.contributions` to 1e-5 of the value in float32 (1e-5 of sum_h A‖f‖ where the cancellation ratio is below 1e-3).
+`core.contributions` to 1e-5 of the value in float32 (1e-5 of sum_h A‖f‖ where the cancellation ratio is below 1e-3); single
+weights inherit the rounding of their score, 2e-8 ‖q‖ ‖k‖, so give float64 where ‖q‖ ‖k‖ is in the hundreds.
 For sequences whose [query, key] results do not fit in memory see `core.streaming`.
 """
 
