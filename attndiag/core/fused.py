@@ -7,10 +7,10 @@ One pass over blocks of queries gives any of the scores of `core.contributions`,
 2. For each block of queries: scores over the visible keys, softmax (`core.blocks`), ‖L_j^T a_ij‖.
 3. Pairs whose heads nearly cancel are repeated in float64 (`core.refine`).
 
-Few queries skip the factors and build the vectors (`core.dispatch` says where the line lies). The numbers are those of
-`core.contributions` to 1e-5 of the value in float32 (1e-5 of sum_h A‖f‖ where the cancellation ratio is below 1e-3); single
-weights inherit the rounding of their score, 2e-8 ‖q‖ ‖k‖, so give float64 where ‖q‖ ‖k‖ is in the hundreds.
-For sequences whose [query, key] results do not fit in memory see `core.streaming`.
+Few queries skip the factors and build the vectors (`core.dispatch` says where the line lies). In float32 the numbers
+are those of `core.contributions` to 1e-5 of the value (to 1e-5 of sum_h A‖f‖ where the cancellation ratio is below
+1e-3). Single weights inherit the rounding of their score, 2e-8 ‖q‖ ‖k‖: give float64 where that is too much. For
+sequences whose [query, key] results do not fit in memory see `core.streaming`.
 """
 
 from __future__ import annotations
