@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from attndiag.reports.head_figures import EFFECTS, TITLES, head_name, measures_of_heads
-from attndiag.reports.html import number
+from attndiag.reports.html import MINUS, number
 
 if TYPE_CHECKING:
     from attndiag.explain.head_table import HeadTable
@@ -97,18 +97,18 @@ def relation_view(table: HeadTable, *, count: int = 12) -> dict[str, Any]:
                 "mass": row["relation_mass"],
                 "share": row.get("relation_share", math.nan),
                 "offset_mass": row["relation_mass_best_offset"],
-                "offset": row["relation_offset"],
+                "offset": f"{row['relation_offset']:.0f}".replace("-", MINUS),
                 "shuffled": row["relation_mass_shuffled"],
                 "p": row["relation_p"],
                 "p_any": row["relation_p_any"],
                 "effect": row.get("relation_effect", math.nan),
                 "elsewhere": row.get("relation_effect_shuffled", math.nan),
-                "claim": _claim(row),
+                "claim": claim(row),
             }
         )
     unit = table["relation_effect"].unit if "relation_effect" in table.scores else ""
     return {
-        "name": facts["relation"],
+        "name": relation_name(table),
         "pairs": facts["pairs"],
         "clusters": facts["clusters"],
         "left_out": facts["left_out"],
@@ -222,7 +222,12 @@ def _half(row: Any, name: str) -> float:
     return float(high - low) / 2
 
 
-def _claim(row: Any) -> str:
+def relation_name(table: HeadTable) -> str:
+    """The relation with a proper arrow."""
+    return str(table.facts["relation"]).replace("->", "\u2192")
+
+
+def claim(row: Any) -> str:
     """What is left of "this is the head for that relation" after the tests."""
     position = row["relation_mass"] > row["relation_mass_best_offset"]
     p = row["relation_p_any"]
@@ -231,7 +236,7 @@ def _claim(row: Any) -> str:
     elif not position:
         said = "a fixed offset does as well"
     elif p > _LEVEL:
-        said = "shuffled pairs do as well"
+        said = "not told from shuffled pairs"
     else:
         said = "more than position"
     low, high = row.get("relation_effect_low", math.nan), row.get("relation_effect_high", math.nan)
@@ -252,7 +257,7 @@ def _relation_sentence(table: HeadTable, rows: list[dict[str, Any]], unit: str) 
             f" Taking the edge away from the {len(facts['knocked_out'])} heads with the most mass together costs "
             f"{facts['effect_together']:.2f} {unit} ({facts['effect_together_low']:.2f} to "
             f"{facts['effect_together_high']:.2f})."
-        ).replace("-", "\u2212")
+        ).replace("-", MINUS)
     if facts["clusters"] == 1 and facts["pairs"] > 1:
         said += " All pairs come from one template, so this describes that template."
     return said

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 from attndiag.errors import RunFolderError
 from attndiag.reports.figure_files import save_drawing
 from attndiag.reports.head_figures import draw_effect_maps, draw_relation, draw_score_against_effect, draw_score_maps
-from attndiag.reports.head_words import EFFECT, SCORE, every_head, phase_headline, relation_view, table_view
+from attndiag.reports.head_words import (
+    EFFECT,
+    SCORE,
+    every_head,
+    phase_headline,
+    relation_name,
+    relation_view,
+    table_view,
+)
 from attndiag.reports.html import BUDGET, asset, file_size, inline_svg, notebook_frame, render
 from attndiag.reports.phase_change import PhaseChange, draw_phase_change, lag_sentence
 from attndiag.runs.folder import explained, write_atomically
@@ -223,7 +231,7 @@ def _figures(
         )
         wanted[f"relation_{index}"] = (
             lambda relation=relation: draw_relation(relation),
-            Drawn(f"Relation {relation.facts['relation']}", caption),
+            Drawn(f"Relation {relation_name(relation)}", caption),
         )
     figures = {}
     for name, (draw, drawn) in wanted.items():
@@ -247,12 +255,12 @@ def _values(
     failures = list(dict.fromkeys(text for scores in checked for text in scores.failures))
     headline, lead = view["headline"], view["lead"]
     if table is None or not headline:
-        headline = phase_headline(phase) if phase is not None else f"Relation {relations[0].facts['relation']}"
+        headline = phase_headline(phase) if phase is not None else f"Relation {relation_name(relations[0])}"
     sections = [
         ("phase", "Phase change", phase is not None),
         ("maps", "Scores", bool(view["columns"])),
         ("effects", "Effects", table is not None and EFFECT in table.scores),
-        *((f"relation-{i}", f"Relation {each.facts['relation']}", True) for i, each in enumerate(relations, start=1)),
+        *((f"relation-{i}", f"Relation {relation_name(each)}", True) for i, each in enumerate(relations, start=1)),
         ("heads", "Every head", bool(view["columns"])),
         ("missing", "Not measurable", bool(missing)),
         ("reading", "How to read this", True),

@@ -49,7 +49,7 @@ def test_a_relation_of_the_shipped_prompts(tiny_folder: Path, tmp_path: Path) ->
     frame = pd.read_csv(tmp_path / "out" / "relations.csv")
     assert set(frame["relation"]) == {"again -> subject", "last token -> again"} and len(frame) == 16
     page = (tmp_path / "out" / "heads.html").read_text()
-    assert "relation-2" in page and "last token -&gt; again" in page
+    assert "relation-2" in page and "last token → again" in page
     wrong = heads(*words, "--relation", "verb:subject", "-o", str(tmp_path / "wrong"))
     assert wrong.exit_code == 2 and "the prompts have again, subject" in wrong.stderr
 

@@ -26,6 +26,7 @@ from attndiag.reports.head_figures import (
     measures_of_heads,
     panel,
 )
+from attndiag.reports.head_words import claim
 from attndiag.reports.heads_page import save_heads
 from attndiag.reports.phase_change import PhaseChange, draw_phase_change, lag_sentence
 
@@ -173,6 +174,21 @@ def test_the_phase_change_figure_has_run_and_control(change):
 def test_heads_have_names():
     assert head_name(18, 6.0) == "L18H6" and head_name(1.0, 0) == "L1H0"
     assert head_name("decoder.block.0", 2) == "decoder.block.0 H2"
+
+
+@pytest.mark.parametrize(
+    ("offset", "p", "low", "said"),
+    [
+        (0.3, 0.01, 0.1, "more than position; helps"),
+        (0.3, 0.01, -0.1, "more than position; effect not different from 0"),
+        (0.9, 0.01, math.nan, "a fixed offset does as well; effect not measured"),
+        (0.3, 0.2, 0.1, "not told from shuffled pairs; helps"),
+        (0.3, math.nan, -0.9, "cannot be told from a fixed offset here; hurts"),
+    ],
+)
+def test_a_name_is_a_claim(offset, p, low, said):
+    row = {"relation_mass": 0.8, "relation_mass_best_offset": offset, "relation_p_any": p}
+    assert claim({**row, "relation_effect_low": low, "relation_effect_high": low + 0.5}) == said
 
 
 def test_measures_of_heads_leave_effects_out(table):
