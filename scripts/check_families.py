@@ -22,13 +22,12 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-
-from families.check import check_family  # noqa: E402
-from families.source import family_sources  # noqa: E402
-from families.sweep import read_record, sweep  # noqa: E402
-from families.table import render  # noqa: E402
+import torch
+import transformers
+from families.check import check_family
+from families.source import family_sources
+from families.sweep import read_record, sweep
+from families.table import render
 
 
 def main() -> int:
@@ -75,7 +74,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _say(record: dict[str, Any]) -> None:
-    line = f"{record['family']:28} {record['outcome']:14} {record.get('calls', '-'):>4} calls  {record.get('reason', '')}"
+    line = (
+        f"{record['family']:28} {record['outcome']:14} {record.get('calls', '-'):>4} calls  {record.get('reason', '')}"
+    )
     print(line[:200], file=sys.stderr)
 
 

@@ -6,20 +6,23 @@ with almost any wrong formula.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from families.classes import model_classes
-from families.inputs import Inputs, Proposal, proposals
+from families.inputs import TEXT_LENGTH, Inputs, Proposal, proposals, text_ids
 from families.shrink import LEVELS, shrunk_config
-from families.source import FamilySource, family_sources
+from families.source import FamilySource, family_source
 from families.special import SPECIAL, Special
 
 MAX_PARAMETERS = 600_000_000
@@ -69,7 +72,7 @@ def build_family(name: str, *, seed: int = 0, only_class: str | None = None) -> 
     CouldNotBuildError
         With the reason of the first attempt; its `attempts` hold the others.
     """
-    source = family_sources()[name]
+    source = family_source(name)
     special = SPECIAL.get(name, Special())
     if special.skip:
         raise CouldNotBuildError(special.skip)
@@ -90,6 +93,56 @@ def build_family(name: str, *, seed: int = 0, only_class: str | None = None) -> 
             if built is not None:
                 return built
     raise CouldNotBuildError(attempts[0] if attempts else "nothing was tried", attempts)
+
+
+def more_models(built: BuiltFamily, *, seed: int = 0, limit: int = 5) -> Iterator[BuiltFamily]:
+    """Further small models of the family, each with attention classes that the ones before it do not hold.
+
+    Parameters
+    ----------
+    built : BuiltFamily
+        What `build_family` gave.
+    seed : int
+        As there.
+    limit : int
+        How many classes are tried.
+    """
+    source = family_source(built.family)
+    special = SPECIAL.get(built.family, Special())
+    missing = set(built.uncovered)
+    if any("Cross" in name for name in missing):
+        decoder = _decoder(source, special, seed)
+        if decoder is not None:
+            missing &= set(decoder.uncovered)
+            yield decoder
+    tried = 0
+    for cls in model_classes(source):
+        if not missing or tried >= limit:
+            return
+        if cls is type(built.model) or (special.classes and cls.__name__ not in special.classes):
+            continue
+        tried += 1
+        other = _try(source, cls, "small", replace(special, config=None, inputs=None), seed, [])
+        if other is not None and missing - set(other.uncovered):
+            missing &= set(other.uncovered)
+            yield other
+
+
+def _decoder(source: FamilySource, special: Special, seed: int) -> BuiltFamily | None:
+    """The family as a decoder that also attends to another sequence, where its configuration offers that."""
+    fields = special.fields | {"is_decoder": True, "add_cross_attention": True}
+    for cls in model_classes(source):
+        known = {field.name for field in dataclasses.fields(cls.config_class)}
+        if "add_cross_attention" in known and cls.__name__.endswith(("ForCausalLM", "LMHeadModel", "Decoder")):
+            return _try(source, cls, "small", replace(special, fields=fields, inputs=_crossing), seed, [])
+    return None
+
+
+def _crossing(model: PreTrainedModel, generator: torch.Generator) -> Inputs:
+    return {
+        "input_ids": text_ids(model, TEXT_LENGTH, 2, generator),
+        "encoder_hidden_states": torch.randn(2, TEXT_LENGTH - 3, model.config.hidden_size, generator=generator),
+    }
 
 
 def _try(
@@ -136,14 +189,22 @@ def _try(
 def _build(cls: type[PreTrainedModel], level: str, special: Special, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = special.config(cls, level) if special.config else shrunk_config(cls.config_class, level, **special.fields)
-    with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in cls(config).parameters()) if special.measure else 0
+    size = _size(cls, config)
     if size > MAX_PARAMETERS:
         raise CouldNotBuildError(f"{size / 1e6:.0f}M parameters even when shrunk")
     torch.manual_seed(seed)
     model = cls(config).eval().float()
     widen(model, GAINS[0], seed)
     return model
+
+
+def _size(cls: type[PreTrainedModel], config: PreTrainedConfig) -> int:
+    """Number of parameters without allocating them; 0 for models whose constructor needs real numbers."""
+    try:
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in cls(copy.deepcopy(config)).parameters())
+    except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
+        return 0
 
 
 def _proposals(model: PreTrainedModel, special: Special, seed: int) -> Any:

@@ -17,8 +17,8 @@ import attndiag
 from attndiag.errors import NothingCapturedError
 from attndiag.hooks.certify import certify
 from attndiag.hooks.record import AttentionCall
-from families.build import BuiltFamily, CouldNotBuildError, brief, build_family, run, tensors_of
-from families.source import family_sources
+from families.build import BuiltFamily, CouldNotBuildError, brief, build_family, more_models, run, tensors_of
+from families.source import family_source, family_sources
 
 # Above this many weights a call is certified on eight of its rows.
 MAX_WEIGHTS = 30_000_000
@@ -39,13 +39,20 @@ def check_family(name: str) -> Record:
         One JSON-able record: `family`, `routed`, `outcome` (one of `OUTCOMES`), `reason`, what was built, and the
         measured errors, the largest over all calls.
     """
-    source = family_sources()[name]
+    source = family_source(name)
     record: Record = {"family": name, "routed": source.routed, "attention_classes": list(source.attention_classes)}
     try:
         built = build_family(name)
     except CouldNotBuildError as error:
         return record | {"outcome": "not built", "reason": str(error), "attempts": error.attempts[:8]}
-    record |= {
+    record |= _measure(built)
+    more = [_measure(other) for other in more_models(built)]
+    covered = [set(built.uncovered), *({*other["not_covered"]} for other in more)]
+    return record | {"more": more, "never_ran": sorted(set.intersection(*covered))}
+
+
+def _measure(built: BuiltFamily) -> Record:
+    record = {
         "model": type(built.model).__name__,
         "kind": built.kind,
         "level": built.level,
@@ -54,6 +61,7 @@ def check_family(name: str) -> Record:
         "build_seconds": round(built.build_seconds, 3),
         "forward_seconds": round(built.forward_seconds, 3),
         "not_covered": list(built.uncovered),
+        "attempts": built.attempts[:3],
     }
     return record | _capture(built)
 

@@ -207,7 +207,9 @@ def _audio_inputs(
     model: PreTrainedModel, names: dict[str, inspect.Parameter], generator: torch.Generator
 ) -> Iterator[Inputs]:
     config = model.config
-    mels = find(config, "num_mel_bins", "n_mels", "feature_size", "input_feat_per_channel", under=AUDIO) or 80
+    mels = (
+        find(config, "num_mel_bins", "n_mels", "feature_size", "input_feat_per_channel", "input_dim", under=AUDIO) or 80
+    )
     if "input_features" in names:
         positions = find(config, "max_source_positions", under=AUDIO)
         lengths = [2 * positions] if isinstance(positions, int) else []

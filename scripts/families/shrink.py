@@ -60,7 +60,7 @@ _WIDTH_RULES = _rules(
         r"feed_forward_hidden_size|feed_forward_size|mlp_hidden_size": 96,
         r"hidden_size|d_model|n_embd|embed_dim|hidden_dim|projection_dim|embedding_size|emb_dim|"
         r"embedding_dim|hidden_channels|projection_size|output_dim|qformer_hidden_size|width|proj_dim|"
-        r"input_dim|text_hidden_size|condition_dim|out_dim|embed_size|encoder_dim|decoder_dim|model_dim|"
+        r"text_hidden_size|condition_dim|out_dim|embed_size|encoder_dim|decoder_dim|model_dim|"
         r"decoder_hidden_size|dim|hid_dim|hidden|vision_dim|bottleneck_size|bottleneck_dim|d_embed|"
         r"vision_output_dim|projector_size|pooler_output_size|latent_dim|lm_dim|d_text|"
         r"hidden_size_per_layer_input|fusion_hidden_size|feature_dim|token_dim|out_channels_dim|"
@@ -194,6 +194,8 @@ def _shrink(config: PreTrainedConfig, shrinker: _Shrinker, overrides: Mapping[st
             new = _shrunk_value(name, value, shrinker)
             if new is not None and new != value:
                 kwargs[name] = new
+            elif field.default is not dataclasses.MISSING and value != field.default:
+                kwargs[name] = value  # what a composite configuration states for one of its parts
     _equal_heads(config, kwargs)
     _keep_backbone_outputs(config, kwargs)
     if shrinker.level == "small":
@@ -296,12 +298,12 @@ def _equal_heads(config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
     heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
     if heads == kv_heads and "num_attention_heads" in kwargs and "num_key_value_heads" in kwargs:
         kwargs["num_key_value_heads"] = kwargs["num_attention_heads"]
-    if values.get("head_dim") == values.get("qk_rope_head_dim") and "head_dim" in kwargs:
+    if values.get("head_dim") and values["head_dim"] == values.get("qk_rope_head_dim") and "head_dim" in kwargs:
         kwargs["head_dim"] = kwargs["qk_rope_head_dim"]  # latent attention: the rotated part is called the head
 
 
 def _keep_backbone_outputs(config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
-    """A backbone keeps giving as many feature maps as before; where stages are layers, from the last of the few left."""
+    """A backbone keeps giving as many feature maps as before; where stages are layers, from the last ones left."""
     stages = vars(config).get("_out_indices")
     if not stages:
         return

@@ -28,8 +28,6 @@ class Special:
         The only classes to try, in this order.
     level : str, optional
         The only level to try.
-    measure : bool
-        Whether the size is measured on the meta device before anything is allocated.
     skip : str
         Why nothing is tried at all.
     """
@@ -39,19 +37,15 @@ class Special:
     inputs: Callable[[PreTrainedModel, torch.Generator], dict[str, Any]] | None = None
     classes: tuple[str, ...] = ()
     level: str | None = None
-    measure: bool = True
     skip: str = ""
-
-
 
 
 def _text(length: int, batch: int, generator: torch.Generator) -> torch.Tensor:
     return torch.randint(60, 180, (batch, length), generator=generator)
 
 
-def _chameleon(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    ids = _text(12, 1, generator)
-    return {"input_ids": ids}
+def _chameleon(_model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    return {"input_ids": _text(12, 1, generator)}
 
 
 def _lxmert(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
@@ -65,7 +59,7 @@ def _oneformer(model: PreTrainedModel, generator: torch.Generator) -> dict[str, 
     return {"pixel_values": torch.randn(1, 3, 128, 128, generator=generator), "task_inputs": tasks}
 
 
-def _omdet(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+def _omdet(_model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
     classes, task = _text(5, 3, generator), _text(6, 1, generator)
     return {
         "pixel_values": torch.randn(1, 3, 128, 128, generator=generator),
@@ -83,28 +77,81 @@ def _pix2struct(model: PreTrainedModel, generator: torch.Generator) -> dict[str,
     return {"flattened_patches": patches, "decoder_input_ids": _text(7, 2, generator)}
 
 
-def _pairs_of_images(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+def _pairs_of_images(_model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
     return {"pixel_values": torch.rand(1, 2, 3, 96, 96, generator=generator)}
 
 
-def _text_line(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    return {"pixel_values": torch.randn(1, 3, 48, 320, generator=generator)}
+def _text_line(_model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    return {"pixel_values": torch.randn(1, 3, 96, 320, generator=generator)}
+
+
+def _codebook_decoder(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    rows = 2 * model.config.decoder.num_codebooks
+    return {
+        "input_ids": _text(12, 2, generator),
+        "decoder_input_ids": torch.randint(3, 200, (rows, 7), generator=generator),
+    }
+
+
+def _moshi(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    codes = torch.randint(3, 200, (2, 2, model.config.num_codebooks, 12), generator=generator)
+    return {"input_ids": _text(12, 2, generator), "moshi_audio_codes": codes[0], "user_audio_codes": codes[1]}
+
+
+def _kosmos2(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    size, holders = model.config.vision_config.image_size, model.config.latent_query_num
+    ids = _text(12 + holders, 1, generator)
+    mask = torch.zeros_like(ids)
+    mask[:, 3 : 3 + holders] = 1
+    picture = torch.randn(1, 3, size, size, generator=generator)
+    return {"pixel_values": picture, "input_ids": ids, "image_embeds_position_mask": mask}
+
+
+def _idefics(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    size = model.config.vision_config.image_size
+    return {
+        "input_ids": _text(12, 2, generator),
+        "attention_mask": torch.ones(2, 12, dtype=torch.long),
+        "pixel_values": torch.randn(2, 1, 3, size, size, generator=generator),
+        "image_attention_mask": torch.ones(2, 12, 1, dtype=torch.long),
+    }
+
+
+def _depth_pro(_model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    return {"pixel_values": torch.randn(1, 3, 256, 256, generator=generator)}
+
+
+def _tvp(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    frames, size = model.config.num_frames, model.config.max_img_size
+    return {
+        "input_ids": _text(12, 1, generator),
+        "attention_mask": torch.ones(1, 12, dtype=torch.long),
+        "pixel_values": torch.randn(1, frames, 3, size, size, generator=generator),
+    }
+
+
+def _muse_assistant(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    width = model.config.hidden_size
+    return {
+        "noise_embeds": torch.randn(1, 4, width, generator=generator),
+        "context_hidden_states": torch.randn(1, 8, width * len(model.config.target_layer_ids), generator=generator),
+    }
 
 
 def _seggpt(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
     height, width = model.config.image_size
-    images = {
+    return {
         name: torch.randn(1, 3, height // 2, width, generator=generator)
         for name in ("pixel_values", "prompt_pixel_values", "prompt_masks")
     }
-    return images
 
 
-def _entities(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    return {"input_ids": _text(12, 2, generator)}
+def _codebook_tokens(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    columns = model.config.num_codebooks + 1
+    return {"input_ids": torch.randint(3, 200, (2, 12, columns), generator=generator)}
 
 
-def _codec_pair(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+def _codec_pair(_model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
     return {
         "input_values": 0.5 * torch.randn(1, 1, 6400, generator=generator),
         "input_features": torch.randn(1, 20, 160, generator=generator),
@@ -144,10 +191,43 @@ def _assistant_config(cls: type[PreTrainedModel], level: str) -> PreTrainedConfi
     return cls.config_class(text_config=small, backbone_hidden_size=WIDTH)
 
 
-_ONLY_TEXT = "its picture tower comes from timm, which is not installed"
-_FOUR_STAGES = [16, 32, 48, 64]
+_HIERA = {
+    "vision_config__backbone_config__hidden_size": 16,
+    "vision_config__backbone_config__embed_dim_per_stage": [16, 32, 64, 128],
+    "vision_config__backbone_config__num_attention_heads_per_stage": [1, 2, 4, 8],
+    "vision_config__backbone_config__blocks_per_stage": [1, 1, 2, 1],
+    "vision_config__backbone_config__window_size_per_stage": [4, 4, 4, 4],
+    "vision_config__backbone_config__global_attention_blocks": [3],
+    "vision_config__backbone_config__image_size": [128, 128],
+    "vision_config__backbone_config__window_positional_embedding_background_size": [4, 4],
+    "vision_config__backbone_channel_list": [128, 64, 32, 16],
+    "vision_config__backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]],
+    "prompt_encoder_config__image_size": 128,
+}
+_SAM3 = {
+    "vision_config__backbone_config__image_size": 112,
+    "vision_config__backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]],
+    "prompt_encoder_config__image_size": 112,
+}
 
 SPECIAL: dict[str, Special] = {
+    "autoformer": Special(fields={"label_length": 2}),
+    "depth_pro": Special(
+        fields={
+            "patch_size": 64,
+            "image_model_config__image_size": 64,
+            "patch_model_config__image_size": 64,
+            "fov_model_config__image_size": 64,
+            "intermediate_hook_ids": (1, 0),
+        },
+        inputs=_depth_pro,
+    ),
+    "idefics": Special(inputs=_idefics),
+    "jamba": Special(fields={"attn_layer_period": 2, "attn_layer_offset": 1}),
+    "kosmos2": Special(inputs=_kosmos2),
+    "moshi": Special(inputs=_moshi),
+    "musicgen": Special(inputs=_codebook_decoder),
+    "musicgen_melody": Special(inputs=_codebook_decoder),
     "bamba": Special(fields={"attn_layer_indices": [1]}),
     "chameleon": Special(
         fields={
@@ -176,9 +256,7 @@ SPECIAL: dict[str, Special] = {
     ),
     "efficientloftr": Special(inputs=_pairs_of_images, level="depth"),
     "ernie4_5_vl_moe": Special(
-        fields={
-            "text_config__rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
-        }
+        fields={"text_config__rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}}
     ),
     "esm": Special(fields={"pad_token_id": 1, "mask_token_id": 32, "bos_token_id": 0}),
     "fun_asr_nano": Special(fields={"adaptor_config__intermediate_size": 16}),
@@ -187,6 +265,20 @@ SPECIAL: dict[str, Special] = {
     ),
     "gemma4_assistant": Special(config=_assistant_config, inputs=_assistant),
     "gemma4_unified_assistant": Special(config=_assistant_config, inputs=_assistant),
+    "gemma3": Special(fields={"mm_tokens_per_image": 4}),
+    "shieldgemma2": Special(fields={"mm_tokens_per_image": 4, "yes_token_index": 61, "no_token_index": 62}),
+    "kyutai_speech_to_text": Special(fields={"codec_config__upsample_groups": 64}, inputs=_codebook_tokens),
+    "tvp": Special(fields={"visual_prompt_size": 8, "max_img_size": 64}, inputs=_tvp),
+    "chmv2": Special(fields={"reassemble_factors": [4, 2, 1, 0.5], "post_process_channels": [16, 32, 48, 64]}),
+    "cvt": Special(fields={"depth": (1, 2, 3)}),
+    "esmfold2": Special(skip="its forward takes nine structural inputs (residues, atoms, bonds) and no text"),
+    "jev": Special(skip="its forward takes marked options and question types; it borrows all of its attention"),
+    "muse_glimmer_assistant": Special(inputs=_muse_assistant),
+    "nemotron_h_omni": Special(fields={"vision_config__video_temporal_patch_size": 2}),
+    "rag": Special(skip="a composition of a question encoder and a generator of other families"),
+    "recurrent_gemma": Special(fields={"num_hidden_layers": 3}),
+    "sam2": Special(fields=_HIERA),
+    "sam3_tracker": Special(fields=_SAM3),
     "glm5_next": Special(fields={"text_config__index_topk": 16}),
     "gpt_neo": Special(fields={"attention_types": [[["global", "local"], 1]]}),
     "granitemoehybrid": Special(fields={"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}),
@@ -201,7 +293,7 @@ SPECIAL: dict[str, Special] = {
             "backbone_config": ResNetConfig(
                 embedding_size=16, hidden_sizes=[96, 192, 384, 768], depths=[1] * 4, out_indices=[2, 3, 4]
             ),
-            "backbone_feat_channels": [192, 384, 768],
+            "apply_layernorm_after_vision_backbone": False,
         },
         inputs=_omdet,
     ),
@@ -212,7 +304,7 @@ SPECIAL: dict[str, Special] = {
     "qwen4_exp": Special(
         fields={
             "text_config__indexer_n_heads": 4,
-            "text_config__indexer_kv_heads": 2,
+            "text_config__indexer_kv_heads": 1,
             "text_config__indexer_head_dim": 16,
             "text_config__indexer_budget": 8,
             "text_config__indexer_compress_ratio": 4,

@@ -9,6 +9,10 @@ from families.check import OUTCOMES
 from families.source import family_sources
 
 Record = dict[str, Any]
+_COLUMNS = (
+    "family", "model", "route", "kernel", "calls", "bit-equal", "A v - z", "formula", "z W_O - out", "out", "outcome",
+    "note",
+)  # fmt: skip
 
 
 def render(records: list[Record], version: str) -> str:
@@ -69,12 +73,15 @@ def _captured(records: list[Record]) -> list[str]:
         "Errors are the largest over all calls, relative to the largest entry of what they are compared with. "
         "`calls` counts attention calls of one forward; `out` names the output projection.",
         "",
-        "| family | model | route | kernel | calls | bit-equal | A v - z | formula | z W_O - out | out | outcome | note |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join(_COLUMNS)} |",
+        f"|{'---|' * len(_COLUMNS)}",
     ]
-    for record in records:
+    models = [model for record in records for model in (record, *record["more"])]
+    for record in models:
+        if not record.get("calls"):
+            continue
         cells = [
-            record["family"],
+            record.get("family", ""),
             record["model"],
             _names(record["routes"]),
             _names(record["kernels"]),
@@ -95,8 +102,8 @@ def _note(record: Record) -> str:
     notes = [record["reason"]] if record["reason"] else []
     if record["gated"]:
         notes.append("gated output")
-    if record["not_covered"]:
-        notes.append(f"not run here: {', '.join(record['not_covered'][:3])}")
+    if record.get("never_ran"):
+        notes.append(f"not run here: {', '.join(record['never_ran'][:3])}")
     return "; ".join(notes)
 
 
