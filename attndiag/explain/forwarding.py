@@ -128,8 +128,9 @@ def mean_embedding(lm: LoadedModel, *, chunk: int = 16384) -> Tensor:
     total: Tensor | None = None
     for start in range(0, count, chunk):
         ids = torch.arange(start, min(start + chunk, count), device=lm.device)
-        part = embed(lm.model, ids).double().sum(0)
+        # summed in float64, which some accelerators do not have
+        part = embed(lm.model, ids).cpu().double().sum(0)
         total = part if total is None else total + part
     if total is None:
         raise UnsupportedModelError(f"the input embedding of {lm.info.name} is empty")
-    return (total / count).to(embed(lm.model, torch.zeros(1, dtype=torch.int64, device=lm.device)).dtype)
+    return (total / count).to(embed(lm.model, torch.zeros(1, dtype=torch.int64, device=lm.device)))

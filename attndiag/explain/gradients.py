@@ -168,7 +168,7 @@ def integrated_gradients(
                 internal_batch_size=max(batch_size, len(open_rows)),
             )
             for row, attribution in zip(open_rows, found, strict=True):
-                gap = completeness_gap(float(attribution.double().sum()), clean[row] - empty[row])
+                gap = completeness_gap(float(attribution.cpu().double().sum()), clean[row] - empty[row])
                 gaps[row][count] = gap
                 so_far = best[row]
                 if so_far is None or not gap >= so_far[0]:

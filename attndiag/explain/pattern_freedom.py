@@ -168,7 +168,7 @@ def pattern_freedom(
         if not bool(choice.any()):
             raise NotApplicableError(f"no query of L{head[0]}H{head[1]} sees two keys, so its pattern cannot move")
         even, dealt = uniform_rows(real, visible), permuted_rows(real, visible, draws, seed)
-        moved = run.clean - run.measure(head, torch.cat([even[None], dealt])).double().cpu()
+        moved = run.clean - run.measure(head, torch.cat([even[None], dealt])).cpu().double()
         found, effect = _adversary(run, head, real, visible, bound, steps, rate, seed)
         row: dict[str, float] = {
             "value": _distance(found, real, choice),
@@ -241,7 +241,7 @@ def _nearest_allowed(
     """The furthest allowed of `best` and the mixtures of the real pattern with the last candidate, with its effect."""
     shares = torch.linspace(0.125, 1.0, 8, device=real.device)[:, None, None]
     mixed = real + shares * (candidate - real)
-    effects = run.clean - run.measure(head, mixed).double().cpu()
+    effects = run.clean - run.measure(head, mixed).cpu().double()
     for pattern, moved in zip(mixed, effects.tolist(), strict=True):
         far = _distance(pattern, real, choice)
         if abs(moved) <= bound and far > best[1]:
@@ -349,7 +349,7 @@ def temperature_sweep(
         choice = visible.sum(-1) > 1
         rows = torch.stack([tempered_rows(real, t) for t in temperatures])
         values = run.measure(head, torch.cat([real[None], rows]))
-        effects.append((values[0] - values[1:]).double().cpu())
+        effects.append((values[0] - values[1:]).cpu().double())
         entropies.append([float(entropy(each / each.sum(-1, keepdim=True))[choice].mean()) for each in rows])
         distances.append([_distance(each, real, choice) for each in rows])
     return run.scores(

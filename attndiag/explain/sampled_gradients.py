@@ -99,7 +99,7 @@ def gradient_shap(
         drawn = torch.stack(parts)
         attribution = drawn.mean(0)
         error = drawn.sum(-1).std(0) / groups**0.5
-        gap = completeness_gap(float(attribution.double().sum()), clean - empty)
+        gap = completeness_gap(float(attribution.cpu().double().sum()), clean - empty)
         params = {"baseline": tuple(names), "keep": keep, "noise": noise, "seed": seed, "aggregate": aggregate}
         checks = {"se": error, "samples": group * groups, "m": clean, "m_baseline": empty}
         results.append(path_record(batch, 0, attribution, starts[0], ("gradient_shap", params, aggregate), checks, gap))
@@ -167,7 +167,7 @@ def deeplift(
                 additional_forward_args=(batch.rows,),
             )
         found = found[0].detach()
-        gap = completeness_gap(float(found.double().sum()), clean[0] - empty[0])
+        gap = completeness_gap(float(found.cpu().double().sum()), clean[0] - empty[0])
         params = {"baseline": baseline, "keep": keep, "rule": "rescale", "aggregate": aggregate}
         checks = {"rules_fired": len(set(fired)), "m": clean[0], "m_baseline": empty[0]}
         results.append(path_record(batch, 0, found, start, ("deeplift", params, aggregate), checks, gap))

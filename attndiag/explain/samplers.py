@@ -123,7 +123,7 @@ def uniform_numbers(ids: Tensor, seed: int, draws: int) -> Tensor:
 
 def look_up(weights: Tensor, numbers: Tensor) -> Tensor:
     """Indices [draw] with probability proportional to `weights` [choice], by the inverse of their cumulative sum."""
-    cumulative = weights.double().cpu().cumsum(0)
+    cumulative = weights.cpu().double().cumsum(0)
     total = float(cumulative[-1])
     if not total > 0:
         raise NotApplicableError("no token is left to draw from: every one that is allowed has probability 0")
@@ -206,7 +206,7 @@ def _chooser(
 
         def band(_item: int, place: int, numbers: Tensor) -> Tensor:
             own = int(ids[place])
-            near = (rank.double().log2() - rank[own].double().log2()).abs() <= replacement.width
+            near = (rank.float().log2() - rank[own].float().log2()).abs() <= replacement.width
             return look_up(_without(allowed & near, own), numbers)
 
         return band
@@ -288,10 +288,10 @@ def _masked_distributions(
 
 def _weights(scores: Tensor, allowed: Tensor, own: int) -> Tensor:
     """[vocabulary], probabilities with what may not be drawn set to 0; not normalised."""
-    scores = scores.double()
+    scores = scores.cpu().double()
     width = min(len(scores), len(allowed))
     usable = _without(allowed, own)[:width]
-    kept = scores[:width].masked_fill(~usable.to(scores.device), -torch.inf)
+    kept = scores[:width].masked_fill(~usable.cpu(), -torch.inf)
     return torch.exp(kept - kept.max())
 
 

@@ -264,7 +264,7 @@ def _surrogate_records(
         values[free] = found.reshape(-1).to(values)
         checks: dict[str, Any] = {"m": clean[0], "m_baseline": empty[0], "r_squared": surrogate.r_squared}
         if name == "kernel_shap":
-            checks["completeness_gap"] = completeness_gap(float(values.double().sum()), clean[0] - empty[0])
+            checks["completeness_gap"] = completeness_gap(float(values.cpu().double().sum()), clean[0] - empty[0])
         facts = Facts(name, "captum", batch.resolved.unit, {"baseline": baseline, "keep": keep, **params})
         results.append(token_record(batch, 0, values, facts, kept=start.kept[0], checks=checks))
     return results

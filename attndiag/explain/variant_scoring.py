@@ -193,16 +193,16 @@ class VariantScorer:
 
     def _rise(self, losses: Tensor, variants: Variants, start: int) -> Tensor:
         """[variant], mean over untouched tokens after the first touched one of their loss minus the prompt's."""
-        n = len(self.ids)
-        clean = torch.full((n,), torch.nan, dtype=torch.float64, device=losses.device)
+        n, source, touched = len(self.ids), variants.source.cpu(), variants.touched.cpu()
+        clean = torch.full((n,), torch.nan, dtype=torch.float64)
         clean[start + 1 :] = losses[0]
-        own = torch.full((len(variants), n), torch.nan, dtype=torch.float64, device=losses.device)
+        own = torch.full((len(variants), n), torch.nan, dtype=torch.float64)
         own[:, start + 1 :] = losses[1:]
         # the loss of the token that now stands at i is that of token source[i] of the prompt
-        rise = own - clean[variants.source]
-        first = variants.touched.int().argmax(1, keepdim=True)
-        counts = (variants.source > first) & ~variants.touched.gather(1, variants.source)
-        counts &= torch.arange(n, device=losses.device) < (n - variants.removed)[:, None]
+        rise = own - clean[source]
+        first = touched.int().argmax(1, keepdim=True)
+        counts = (source > first) & ~touched.gather(1, source)
+        counts &= torch.arange(n) < (n - variants.removed.cpu())[:, None]
         counts &= ~torch.isnan(rise)
         number = counts.sum(1)
         total = rise.masked_fill(~counts, 0.0).sum(1)
@@ -288,8 +288,8 @@ class VariantScorer:
         for row in range(len(rows)):
             before = logits[row, :-1].float()
             chosen = before.gather(-1, rows.ids[row, start + 1 :, None].to(before.device))[:, 0]
-            found.append((torch.logsumexp(before, dim=-1) - chosen).double())
-        return torch.stack(found).cpu().to(rows.ids.device)
+            found.append((torch.logsumexp(before, dim=-1) - chosen).cpu().double())
+        return torch.stack(found)
 
     def _positions(self, rows: Variants) -> Tensor | None:
         """[row, step], where m is read: tokens taken out before a place move it to the left."""
