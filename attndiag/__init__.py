@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attndiag.comparison.side_by_side import compare
     from attndiag.explain.attention_card import card
     from attndiag.explain.audit_run import audit
     from attndiag.explain.contributions import contributions
@@ -54,6 +55,7 @@ _HOME = {
     "ValueZeroing": "attndiag.hooks.edit_kinds",
     "audit": "attndiag.explain.audit_run",
     "capture": "attndiag.hooks.capture_context",
+    "compare": "attndiag.comparison.side_by_side",
     "card": "attndiag.explain.attention_card",
     "contributions": "attndiag.explain.contributions",
     "edge_effects": "attndiag.explain.edge_truth",
@@ -84,6 +86,7 @@ __all__ = [
     "audit",
     "capture",
     "card",
+    "compare",
     "contributions",
     "edge_effects",
     "edit",
