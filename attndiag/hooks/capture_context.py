@@ -18,10 +18,13 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from attndiag.errors import UnsupportedModelError
 from attndiag.hooks.adapters import CustomAttention, adapting
+from attndiag.hooks.bridge import bridge_listening
 from attndiag.hooks.record import AttentionCall
 from attndiag.hooks.recorder import Captured, Recorder
 from attndiag.hooks.routed import listening
+from attndiag.models.bridge_model import BridgeModel, is_bridge
 from attndiag.models.load import LoadedModel
 
 
@@ -38,7 +41,8 @@ def capture(
 
     Parameters
     ----------
-    model : a PyTorch module (compiled ones too) or what `attndiag.load` returned.
+    model : a PyTorch module (compiled ones too), a TransformerLens `TransformerBridge`, or what `attndiag.load`
+        returned.
     layers : keep calls of these layers only; all when None.
     on_call : called with each `AttentionCall` as soon as its block is left. Nothing is then kept in `captured.calls`,
         so a whole model can be analysed with one layer in memory.
@@ -62,6 +66,15 @@ def capture(
     Tensors are kept by reference, not copied. Gradients flow as without a capture.
     """
     root = model.model if isinstance(model, LoadedModel) else model
+    bridge = root.bridge if isinstance(root, BridgeModel) else root if is_bridge(root) else None
+    if bridge is not None:
+        if modules:
+            raise UnsupportedModelError("adapters are for plain PyTorch models; a bridge has hook points of its own")
+        recorder = Recorder(bridge, layers, on_call, certify)
+        with bridge_listening(recorder, bridge, layers):
+            yield recorder.captured
+        recorder.finish()
+        return
     compiled = getattr(root, "_orig_mod", None)  # what torch.compile wraps
     recorder = Recorder(compiled if isinstance(compiled, nn.Module) else root, layers, on_call, certify)
     with ExitStack() as stack:

@@ -34,8 +34,8 @@ class AttentionCall:
     layer : index of the block in its stack; None where the module sits in no numbered stack.
     call_index : 0 for the module's first call inside the capture, 1 for the next, ...
     kind : `"self"`, or `"cross"` when keys and values come from another sequence.
-    route : `"routed"` (the model's own attention function was wrapped), `"traced"` (its softmax was watched) or
-        `"adapter"` (a person's statements about a module of their own, checked).
+    route : `"routed"` (the model's own attention function was wrapped), `"traced"` (its softmax was watched),
+        `"adapter"` (a person's statements about a module of their own, checked) or `"bridge"` (TransformerLens).
     kernel : the function that computed the attention (`eager`, `sdpa`, `flex_attention`, ...).
     q : [batch, head, query_pos, d_head] or None for traced softmax calls.
     k : [batch, kv_head, key_pos, d_head] or None likewise.
@@ -56,7 +56,7 @@ class AttentionCall:
     layer: int | None
     call_index: int
     kind: Literal["self", "cross"]
-    route: Literal["routed", "traced", "adapter"]
+    route: Literal["routed", "traced", "adapter", "bridge"]
     kernel: str
     q: Tensor | None
     k: Tensor | None
@@ -161,6 +161,8 @@ class AttentionCall:
         expected = (self.z.shape[0], self.n_heads, self.n_queries, self.n_keys)
         if weights is None or tuple(weights.shape) != expected:
             return None
+        if self.sinks is not None and float(weights.sum(-1).min()) > 1 - 1e-3 and float(self.sink_mass.max()) > 1e-2:
+            return None  # reported before the sink took its part (Granite): not what multiplied the values
         return weights.detach()
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from attndiag.errors import NothingCapturedError, UnsupportedModelError
 from attndiag.hooks.adapters import require_product
 from attndiag.hooks.gates import find_output_gate
-from attndiag.hooks.pending import PendingCall, split_chunks
+from attndiag.hooks.pending import GateCandidate, PendingCall, split_chunks
 from attndiag.hooks.record import AttentionCall
 from attndiag.hooks.residual import BlockTrace, SeenChild, SeenNorm
 from attndiag.hooks.routed import RoutedArguments, kernel_terms
@@ -190,6 +190,8 @@ class Recorder:
         if self._blocks and isinstance(output, Tensor) and not self._replaying:
             trace, hidden = self._blocks[-1], first_tensor(args or tuple(kwargs.values()))
             if hidden is not None:
+                if hidden.ndim == 2 and hidden.numel() == trace.input.numel():
+                    hidden = hidden.reshape(trace.input.shape)  # OPT flattens rows and positions before its MLP
                 trace.norms.append(SeenNorm(self._names[id(module)], module, hidden, trace.next_order()))
 
     def _before_attention(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -204,6 +206,8 @@ class Recorder:
             return output
         z = output[0] if isinstance(output, tuple | list) else output
         q, k, v = arguments.q, arguments.k, arguments.v
+        if q.ndim == k.ndim == 4 and q.shape[0] == 1 < k.shape[0]:
+            q = q.expand(k.shape[0], -1, -1, -1)  # learned queries, the same for every row
         name = self._names[id(arguments.module)]
         if not isinstance(z, Tensor) or q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
             self._refuse(name, arguments.module, "its attention function does not take [batch, head, position, d_head]")
@@ -349,11 +353,10 @@ class Recorder:
             split_chunks(same_module, name, module, args[0], output)
         elif (
             last.projection is None
-            and last.gate_candidate is None
             and args[0].numel() == last.call.z.numel()
             and name.startswith(f"{last.call.module_name}.")
         ):
-            last.gate_candidate = (name, module, args[0], output)
+            last.gate_candidates.append(GateCandidate(name, module, args[0], output))
 
     # -------------------------------------------------------------------- finishing
     def _emit(self, trace: BlockTrace) -> None:
@@ -363,8 +366,13 @@ class Recorder:
             self._deliver(pending)
 
     def _deliver(self, pending: PendingCall) -> None:
-        call = pending.finished(self._find_gate)
+        self.deliver(pending.finished(self._find_gate))
+
+    def deliver(self, call: AttentionCall) -> None:
+        """Hand a finished record over: checked if asked, kept or passed on."""
         self.captured.n_calls += 1
+        if call.layer is not None:
+            self._layers_seen.add(call.layer)
         if self._certify:
             call.sampled_certificate.check()
         if self._on_call is None:
@@ -372,15 +380,12 @@ class Recorder:
         else:
             self._on_call(call)
 
-    def _find_gate(self, pending: PendingCall) -> tuple[Tensor | None, str]:
+    def _find_gate(self, call: AttentionCall, candidate: GateCandidate) -> tuple[Tensor | None, str]:
         """The elementwise factor between z and its projection, if whatever stands there does not depend on z itself."""
-        call, (name, _, inputs, _) = pending.call, pending.gate_candidate
         module = self._model.get_submodule(call.module_name)
         self._replaying = True
         try:
-            return find_output_gate(
-                module, self._model.get_submodule(name), call.z, inputs, self._arguments[id(module)]
-            )
+            return find_output_gate(module, candidate.module, call.z, candidate.inputs, self._arguments[id(module)])
         finally:
             self._replaying = False
 

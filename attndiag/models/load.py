@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from attndiag.errors import ModelLoadError, UnsupportedModelError
 from attndiag.models import fetch, opening
 from attndiag.models.access import accepts, evaluating, input_device, input_embedding, pad_id
+from attndiag.models.bridge_model import BridgeModel, is_bridge
 from attndiag.models.encoding import Encoded, PaddingSide, encode_decoder, encode_rows, special_ids
 from attndiag.models.info import ModelInfo, describe, main_dtype
 from attndiag.models.registry import SHORT_NAMES, PackagedModel
@@ -216,7 +217,8 @@ def load(
 
     Parameters
     ----------
-    source : `"default"`, `"minilm"`, `"smollm2"`; a local folder; a `.gguf` file; a hub id; or an `nn.Module`.
+    source : `"default"`, `"minilm"`, `"smollm2"`; a local folder; a `.gguf` file; a hub id; an `nn.Module`, or a
+        TransformerLens `TransformerBridge`.
     tokenizer : a tokenizer, or where to find one; by default the checkpoint's own. Optional for an `nn.Module`.
     revision : branch, tag or commit of a hub model.
     device : `"auto"` (cuda, then mps, then cpu), a device, or a device map: a dict, `"balanced"`,
@@ -235,6 +237,9 @@ def load(
         With what, where and what to do.
     """
     given = _open_tokenizer_argument(tokenizer, offline, trust_remote_code)
+    if is_bridge(source):
+        given = source.tokenizer if given is None else given  # type: ignore[union-attr]
+        source = BridgeModel(source)  # type: ignore[arg-type]
     if isinstance(source, nn.Module):
         _refuse_for_object(source, revision, device, dtype, attn_implementation)
         return LoadedModel(source, given, describe(source, given, name=type(source).__name__, source="object"))
