@@ -25,7 +25,7 @@ from families.shrink import LEVELS, shrunk_config
 from families.source import FamilySource, family_source
 from families.special import SPECIAL, Special
 
-MAX_PARAMETERS = 600_000_000
+MAX_PARAMETERS = 400_000_000
 GAINS = (1.4, 1.0, 0.5)
 MAX_PROPOSALS = 40
 
@@ -87,11 +87,15 @@ def build_family(name: str, *, seed: int = 0, only_class: str | None = None) -> 
     if not classes:
         raise CouldNotBuildError("no model class with a forward and a configuration")
     attempts: list[str] = []
-    for level in (special.level,) if special.level else LEVELS:
-        for cls in classes[:6]:
-            built = _try(source, cls, level, special, seed, attempts)
-            if built is not None:
-                return built
+    levels = (special.level,) if special.level else LEVELS
+    whole = [cls for cls in classes if cls.config_class is classes[0].config_class]
+    # all of a model at any size before a part of it at a small one
+    for some in (whole, [cls for cls in classes if cls not in whole]):
+        for level in levels:
+            for cls in some[:4]:
+                built = _try(source, cls, level, special, seed, attempts)
+                if built is not None:
+                    return built
     raise CouldNotBuildError(attempts[0] if attempts else "nothing was tried", attempts)
 
 
@@ -190,7 +194,7 @@ def _build(cls: type[PreTrainedModel], level: str, special: Special, seed: int) 
     torch.manual_seed(seed)
     config = special.config(cls, level) if special.config else shrunk_config(cls.config_class, level, **special.fields)
     size = _size(cls, config)
-    if size > MAX_PARAMETERS:
+    if size > (MAX_PARAMETERS if level == "small" else MAX_PARAMETERS // 4):
         raise CouldNotBuildError(f"{size / 1e6:.0f}M parameters even when shrunk")
     torch.manual_seed(seed)
     model = cls(config).eval().float()

@@ -185,6 +185,13 @@ def _image_inputs(
         grid = torch.tensor([[1, side, side]])
         flat = torch.randn(side * side, channels * temporal * patch * patch, generator=generator)
         yield {"pixel_values": flat, "image_grid_thw" if "image_grid_thw" in names else "grid_thw": grid}
+    if "spatial_shapes" in names:
+        flat = torch.randn(2, 16, channels * patch * patch, generator=generator)
+        shapes = torch.tensor([[4, 4], [4, 4]])
+        for name in ("pixel_attention_mask", "attention_mask"):
+            if name in names:
+                yield {"pixel_values": flat, "spatial_shapes": shapes, name: torch.ones(2, 16, dtype=torch.long)}
+        yield {"pixel_values": flat, "spatial_shapes": shapes}
     picture = torch.randn(2, channels, *size, generator=generator)
     if "pixel_values" in names:
         yield {"pixel_values": picture}

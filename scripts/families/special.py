@@ -138,6 +138,28 @@ def _muse_assistant(model: PreTrainedModel, generator: torch.Generator) -> dict[
     }
 
 
+def _without_cache(_model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    return {"input_ids": _text(24, 1, generator), "use_cache": False}
+
+
+def _clap(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    audio = model.config.audio_config
+    return {
+        "input_ids": _text(12, 2, generator),
+        "input_features": torch.randn(2, 1, audio.spec_size, audio.num_mel_bins, generator=generator),
+        "is_longer": torch.zeros(2, 1, dtype=torch.bool),
+    }
+
+
+def _dia(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    codes = torch.randint(3, 200, (2, 7, model.config.decoder_config.num_channels), generator=generator)
+    return {"input_ids": _text(12, 2, generator), "decoder_input_ids": codes}
+
+
+def _stacked_frames(_model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    return {"input_features": torch.randn(2, 40, 320, generator=generator)}
+
+
 def _seggpt(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
     height, width = model.config.image_size
     return {
@@ -211,6 +233,35 @@ _SAM3 = {
 }
 
 SPECIAL: dict[str, Special] = {
+    "blt": Special(inputs=_without_cache),
+    "clap": Special(inputs=_clap),
+    "deepseek_ocr2": Special(fields={"text_config__mlp_layer_types": ["dense", "sparse"]}),
+    "dia": Special(inputs=_dia),
+    "granite_speech5": Special(inputs=_stacked_frames),
+    "hy_v4_vl": Special(
+        fields={"text_config__rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+    ),
+    "instructblip": Special(fields={"image_token_index": 319}),
+    "instructblipvideo": Special(fields={"video_token_index": 319}),
+    "llama4": Special(
+        fields={
+            "vision_config__intermediate_size": 256,  # what the pixel shuffle makes of the width
+            "vision_config__projector_input_dim": 64,
+            "vision_config__projector_output_dim": 64,
+        }
+    ),
+    "lw_detr": Special(fields={"projector_scale_factors": (1.0,)}),
+    "molmo2": Special(fields={"adapter_config__vision_feature_layer": [1, 0]}),
+    "moonshine_streaming": Special(fields={"num_key_value_heads": 4}),
+    "sam": Special(fields={"vision_config__output_channels": 64, "prompt_encoder_config__image_embedding_size": 4}),
+    "sam_hq": Special(
+        fields={
+            "vision_config__output_channels": 64,
+            "prompt_encoder_config__image_embedding_size": 4,
+            "mask_decoder_config__vit_dim": 64,
+        }
+    ),
+    "step3p7": Special(fields={"text_config__sliding_window": 5}),
     "autoformer": Special(fields={"label_length": 2}),
     "depth_pro": Special(
         fields={
