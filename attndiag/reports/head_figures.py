@@ -188,14 +188,14 @@ def _single_heads(axis: Axes, table: HeadTable, name: str) -> None:
     )
     told: list[tuple[float, float]] = []
     span = float(frame[effect].max() - frame[effect].min()) or 1.0
-    for _, row in frame.reindex(frame[effect].abs().sort_values(ascending=False).index).head(8).iterrows():
-        x, y = row[name], row[effect]
+    largest = frame.reindex(frame[effect].abs().sort_values(ascending=False).index).head(8)
+    for layer, head, x, y in zip(largest["layer"], largest["head"], largest[name], largest[effect], strict=True):
         if any(abs(x - a) < 0.16 and abs(y - b) < 0.07 * span for a, b in told):
             continue
         told.append((x, y))
         inward = x > 0.8
         axis.annotate(
-            head_name(row["layer"], row["head"]), (x, y), xytext=(-5 if inward else 5, 3), textcoords="offset points",
+            head_name(layer, head), (x, y), xytext=(-5 if inward else 5, 3), textcoords="offset points",
             ha="right" if inward else "left", fontsize=6.5, path_effects=[withStroke(linewidth=1.8, foreground=PAPER)],
         )  # fmt: skip
     axis.set_xlim(-0.03, 1.03)

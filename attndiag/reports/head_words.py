@@ -126,7 +126,7 @@ def phase_headline(change: PhaseChange | None) -> str:
     if not window.found:
         return f"No induction window: {window.reason}"
     best = max(change.control.curve()) if change.control is not None else math.nan
-    control = f"; in the one-layer control no head passes {best:.2f}" if best == best else ""
+    control = f"; in the control no head passes {best:.2f}" if best == best else ""
     return f"Induction heads form between steps {window.start:.0f} and {window.end:.0f}{control}."
 
 

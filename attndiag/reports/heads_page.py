@@ -280,7 +280,7 @@ def _values(
         "failures": failures,
         "verified": bool(checked) and not failures,
         "missing": missing,
-        "phase": None if phase is None else {"sentence": lag_sentence(phase)},
+        "phase": None if phase is None else {"sentence": lag_sentence(phase), "shipped": "seed" in phase.about},
         "relations": [relation_view(each) for each in relations],
         "sections": [(name, title) for name, title, there in sections if there],
         "facts": [(name, _shown(value)) for name, value in shown.items() if value is not None],

@@ -65,7 +65,8 @@ class PhaseChange:
         if self.control is not None:
             parts.append(_curves(self.control, self.control_icl).assign(run="control"))
         whole = pd.concat(parts, ignore_index=True)
-        return whole[["run", *(column for column in whole.columns if column != "run")]]
+        whole.insert(0, "run", whole.pop("run"))
+        return whole
 
 
 def shipped_phase_change(*, rows: int = 16, ablate: int = 8, progress: Progress | None = None) -> PhaseChange:
@@ -81,7 +82,12 @@ def shipped_phase_change(*, rows: int = 16, ablate: int = 8, progress: Progress 
         series.measured["icl"],
         other.measured["icl"],
         (int(series.notes["early"]), int(series.notes["late"])),
-        {"seed": series.notes["seed"], "rows": rows, "checkpoints": len(series)},
+        {
+            "control": "a control (one layer, same rows)",
+            "seed": series.notes["seed"],
+            "rows": rows,
+            "checkpoints": len(series),
+        },
     )
 
 
@@ -121,7 +127,7 @@ def draw_phase_change(change: PhaseChange) -> Figure:
                                   ("second_copy_loss", "second copy", WEIGHT, "o")])  # fmt: skip
     losses.set(ylabel="loss (nats)", title="Loss on the probe's two copies")
     losses.set_ylim(bottom=0)
-    if run["icl"].notna().any():
+    if _known(run, "icl"):
         _lines(learning, run, control, [("icl", "in-context learning", LAYER, "^")])
         early, late = change.positions or ("early", "late")
         learning.set_ylabel(f"loss at {late} minus at {early} (nats)")
@@ -146,8 +152,8 @@ def draw_phase_change(change: PhaseChange) -> Figure:
         name = f"best single head of layer {column.removeprefix('effect_layer_')}"
         wanted.append((column, name, colours[index], marks[index]))
     effects.axhline(0, color=MUTED, lw=0.8)
-    _lines(effects, run, control, [each for each in wanted if run[each[0]].notna().any()])
-    if run["first_copy_together"].notna().any():
+    _lines(effects, run, control, [each for each in wanted if _known(run, each[0])])
+    if _known(run, "first_copy_together"):
         effects.plot(
             run["step"], run["first_copy_together"], ls=":", color=WEIGHT, lw=1.2, label="together, on first copy"
         )
@@ -157,7 +163,7 @@ def draw_phase_change(change: PhaseChange) -> Figure:
             axis.legend(loc="best", handlelength=1.8)
     for axis in axes[1]:
         axis.set_xlabel("training step")
-    said = "solid: the run; dashed: control (one layer, same rows); grey: induction window"
+    said = f"solid: the run; dashed: {change.about.get('control', 'the control')}; grey: induction window"
     figure.suptitle(said if control is not None else "grey: induction window", fontsize=7.5, color=MUTED)
     return figure
 
@@ -167,8 +173,13 @@ def _lines(
 ) -> None:
     for column, label, colour, marker in wanted:
         axis.plot(run["step"], run[column], color=colour, marker=marker, mew=0, ms=2.8, label=label)
-        if control is not None and column in control and control[column].notna().any():
+        if control is not None and _known(control, column):
             axis.plot(control["step"], control[column], color=colour, ls="--", lw=1.0)
+
+
+def _known(frame: pd.DataFrame, column: str) -> bool:
+    """Whether a curve has any number."""
+    return column in frame and bool(frame[column].notna().to_numpy().any())
 
 
 def _curves(history: HeadHistory, icl: tuple[float, ...]) -> pd.DataFrame:
@@ -193,8 +204,8 @@ def _curves(history: HeadHistory, icl: tuple[float, ...]) -> pd.DataFrame:
             best = []
             for table in history.tables:
                 values = table["ablation_effect"].values[index]
-                known = values[~values.isnan()]
-                best.append(known.max().item() if known.numel() else math.nan)
+                there = values[~values.isnan()]
+                best.append(there.max().item() if there.numel() else math.nan)
             columns[f"effect_layer_{label}"] = best
     return pd.DataFrame(columns)
 
