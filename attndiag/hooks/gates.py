@@ -41,7 +41,7 @@ class _ReplaceZ:
 def find_output_gate(
     module: nn.Module, projection: nn.Module, z: Tensor, inputs: Tensor, arguments: dict[str, Any]
 ) -> tuple[Tensor | None, str]:
-    """The gate between z and `inputs` of the projection, or None with the reason.
+    """The gate between z and `inputs` of the projection, or None with the reason (empty: it does not read z at all).
 
     Parameters
     ----------
@@ -57,10 +57,13 @@ def find_output_gate(
     gate = _input_under(module, projection, torch.ones_like(z), arguments)
     if gate is None:
         return None, "the module makes several attention calls and combines them before the output projection"
+    seen_noise = _input_under(module, projection, noise, arguments)
+    if seen_noise is None:
+        return None, _NOT_A_GATE
+    if torch.equal(gate, seen_noise):
+        return None, ""  # it reads something else: the gate's own projection, for example
     tolerance = 4 * FIT_TOLERANCE.get(z.dtype, 1e-5)
-    for replaced, seen in ((z, inputs), (noise, _input_under(module, projection, noise, arguments))):
-        if seen is None:
-            return None, _NOT_A_GATE
+    for replaced, seen in ((z, inputs), (noise, seen_noise)):
         error = (gate * replaced - seen.reshape(z.shape)).abs().max()
         if not bool(error <= tolerance * seen.abs().max()):
             return None, _NOT_A_GATE

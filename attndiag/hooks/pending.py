@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,16 @@ from torch import Tensor, nn
 from attndiag.hooks.record import AttentionCall
 from attndiag.hooks.residual import BlockTrace
 from attndiag.models.projections import OutputProjection
+
+
+@dataclass(frozen=True, eq=False)
+class GateCandidate:
+    """A linear map that ran after the call and reads as many numbers as z has."""
+
+    name: str
+    module: nn.Module
+    inputs: Tensor
+    output: Tensor
 
 
 @dataclass(eq=False)
@@ -22,27 +32,37 @@ class PendingCall:
     order: int
     projection: tuple[str, nn.Module] | None = None
     attn_out: Tensor | None = None
-    gate_candidate: tuple[str, nn.Module, Tensor, Tensor] | None = None
+    sequence_first: bool = False
+    gate_candidates: list[GateCandidate] = field(default_factory=list)
 
     def is_output(self, tensor: Tensor) -> bool:
-        """True when `tensor` is the flattened z of this call."""
+        """True when `tensor` is the flattened z of this call, its first two axes in either order."""
         z = self.call.z
         if tensor.numel() != z.numel() or tensor.shape[-1] != z.shape[2] * z.shape[3] or tensor.dtype != z.dtype:
             return False
-        return tensor.data_ptr() == z.data_ptr() or torch.equal(tensor.reshape(-1), z.reshape(-1))
+        if tensor.data_ptr() == z.data_ptr() or torch.equal(tensor.reshape(-1), z.reshape(-1)):
+            return True
+        swapped = tensor.shape[:2] == (z.shape[1], z.shape[0]) and tensor.ndim == 3
+        self.sequence_first = swapped and torch.equal(tensor.transpose(0, 1), z.flatten(2))
+        return self.sequence_first
 
-    def finished(self, find_gate: Callable[[PendingCall], tuple[Tensor | None, str]]) -> AttentionCall:
+    def finished(self, find_gate: Callable[[AttentionCall, GateCandidate], tuple[Tensor | None, str]]) -> AttentionCall:
         """The record with its output projection, or with the reason why it has none."""
         call, found, attn_out, gate = self.call, self.projection, self.attn_out, None
         trace = None if self.trace is None else replace(self.trace, attention_order=self.order)
         reason = "no linear map takes the head outputs as its input"
-        if found is None and self.gate_candidate is not None and call.route == "routed":
-            gate, reason = find_gate(self)
-            if gate is not None:
-                found, attn_out = self.gate_candidate[:2], self.gate_candidate[3]
+        if found is None and call.route == "routed":
+            for candidate in self.gate_candidates:
+                gate, why_not = find_gate(call, candidate)
+                reason = why_not or reason
+                if gate is not None:
+                    found, attn_out = (candidate.name, candidate.module), candidate.output
+                    break
         if found is None or attn_out is None:
             return replace(call, output_reason=reason, trace=trace)
         output = OutputProjection(*found, n_heads=call.n_heads, d_value=call.z.shape[3])
+        if self.sequence_first:
+            attn_out = attn_out.transpose(0, 1)
         shape = (call.z.shape[0], call.n_queries, attn_out.shape[-1])
         # the very tensor where it fits: a view is not what the model went on with, and no gradient would reach it
         attn_out = attn_out if attn_out.shape == shape else attn_out.reshape(shape)

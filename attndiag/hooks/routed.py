@@ -182,6 +182,8 @@ def kernel_terms(arguments: RoutedArguments) -> KernelTerms:
         if arguments.kernel == "sdpa"
         else _first_tensor(options.get("s_aux"), options.get("sinks"), getattr(module, "sinks", None))
     )
+    if sinks is not None and sinks.ndim == 4:
+        sinks = sinks.squeeze(-1)  # one logit a query, kept as a column beside the scores
     mask, is_causal = _applied_mask(arguments, window)
     return KernelTerms(
         scale=float(arguments.q.shape[-1] ** -0.5 if scale is None else scale),
