@@ -256,6 +256,11 @@ def test_deeplift_runs_where_its_rule_fires_and_raises_elsewhere(
     after = {name: len(module._forward_hooks) + len(module._backward_hooks) for name, module in
              relu.model.named_modules()}  # fmt: skip
     assert hooks == after
+    together = deeplift(relu, RAGGED, TARGET)
+    assert torch.equal(together[0].values.nan_to_num(), found.values.nan_to_num())
+    assert [len(each.values) for each in together] == [7, 4, 9]
+    swapped = deeplift(relu, TEXT, TARGET.swapped())[0]
+    assert torch.equal(swapped.values.nan_to_num(), -found.values.nan_to_num())
     for silent in (llama_lm, opt_lm(word_lm, "silu")):
         with pytest.raises(NotApplicableError, match=r"no DeepLift rule fires in .*input_x_gradient"):
             deeplift(silent, TEXT, TARGET)
