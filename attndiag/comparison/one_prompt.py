@@ -21,6 +21,7 @@ from attndiag.explain.replacement_effects import set_effects
 from attndiag.explain.target import score
 from attndiag.models.load import LoadedModel
 from attndiag.prompts import Prompt, Target
+from attndiag.scores import Scores
 from attndiag.stats.controls import Ranking, control_rankings, faithfulness_table
 from attndiag.stats.masked import MaskedValues
 from attndiag.stats.two_methods import Agreement, agree
@@ -162,7 +163,7 @@ def compare_prompt(
         cluster=prompt.cluster or axis.label,
         m=m,
         floor=floor,
-        task=_task(measured, m, axis),
+        task=check_task(measured, axis),
         axis=axis,
         sink=sink,
         scores=scores,
@@ -194,12 +195,13 @@ def _all_scores(
     return scores, problems
 
 
-def _task(measured: Any, m: float, axis: TokenAxis) -> str:
-    """Task check from the scorer's own facts; targets without a first choice have none to fail."""
+def check_task(measured: Scores, axis: TokenAxis) -> str:
+    """Task check from the scorer's own facts on one prompt; targets without a first choice have none to fail."""
     first = measured.checks.get("top1_is_answer")
     if first is None:
         return ""
-    return task_check(target_is_top1=bool(first[0]), margin=m if axis.resolved.foil_ids is not None else None)
+    margin = float(measured.values[0]) if axis.resolved.foil_ids is not None else None
+    return task_check(target_is_top1=bool(first[0]), margin=margin)
 
 
 def _made_by(scores: TokenScores, replacement: Replacement) -> str | None:
