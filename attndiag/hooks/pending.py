@@ -43,8 +43,10 @@ class PendingCall:
         if tensor.data_ptr() == z.data_ptr() or torch.equal(tensor.reshape(-1), z.reshape(-1)):
             return True
         swapped = tensor.shape[:2] == (z.shape[1], z.shape[0]) and tensor.ndim == 3
-        self.sequence_first = swapped and torch.equal(tensor.transpose(0, 1), z.flatten(2))
-        return self.sequence_first
+        if not (swapped and torch.equal(tensor.transpose(0, 1), z.flatten(2))):
+            return False
+        self.sequence_first = True
+        return True
 
     def finished(self, find_gate: Callable[[AttentionCall, GateCandidate], tuple[Tensor | None, str]]) -> AttentionCall:
         """The record with its output projection, or with the reason why it has none."""
