@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from attndiag.errors import ShapeError
 from attndiag.stats import faithfulness as metrics
 from attndiag.stats.faithfulness import FRACTIONS, Direction, Faithfulness
-from attndiag.stats.masked import Array, MaskedValues
+from attndiag.stats.masked import Array, MaskedValues, top_masks
 from attndiag.stats.order_bounds import BEAM, OrderBounds, order_bounds
 
 RANDOM_ORDERS = 20
@@ -149,6 +149,8 @@ def faithfulness_table(
     if unknown:
         raise ValueError(f"unknown metrics {unknown}; there are {', '.join(METRICS)}")
     how = {"fractions": fractions, "floor": floor, "masks": masks, "seed": seed}
+    # one question with every mask that is known beforehand: batches are then full
+    values(_needed(rankings, values.n_items, wanted, fractions, masks, seed))
     rows: list[FaithfulnessRow] = []
     for metric in wanted:
         bounds = _shared_bounds(metric, rankings, values, beam, seed)
@@ -162,6 +164,36 @@ def faithfulness_table(
         if drawn:
             rows.append(_random_row(drawn))
     return tuple(rows)
+
+
+def _needed(
+    rankings: Sequence[Ranking], n_items: int, wanted: Sequence[str], fractions: Sequence[float], masks: int, seed: int
+) -> NDArray[np.bool_]:
+    """Keep masks [mask, item] that the wanted metrics ask for, all but those of the order bounds."""
+    found = [np.ones((1, n_items), dtype=bool)]
+    some = metrics.sizes(n_items, fractions)
+    # metric -> sizes of the top sets, whether they are replaced, whether they are kept
+    asked = {
+        "deletion_auc": (range(n_items + 1), True, False),
+        "insertion_auc": (range(n_items + 1), False, True),
+    }
+    for kind, replaced in (("comprehensiveness", True), ("sufficiency", False)):
+        for name, sizes in (("aopc_", some), ("aopc_paper_", some), ("naopc_", range(1, n_items + 1))):
+            asked[f"{name}{kind}"] = (sizes, replaced, not replaced)
+    ranked = [one.scores for one in rankings if not (one.scores == one.scores[0]).all()]
+    for metric in wanted:
+        sizes, replaced, kept = asked.get(metric, ((), False, False))
+        for scores in ranked:
+            tops = [top_masks(scores, k, seed=seed) for k in sizes]
+            found += [~top for top in tops if replaced] + [top for top in tops if kept]
+    if "effect_tau" in wanted:
+        found.append(~np.eye(n_items, dtype=bool))
+    if "lds" in wanted:
+        found.append(metrics.keep_masks(n_items, masks=masks, seed=seed))
+    if "faithfulness_correlation" in wanted:
+        (k,) = metrics.sizes(n_items, (0.2,))
+        found.append(~metrics.random_sets(n_items, k, seed=seed))
+    return np.concatenate(found)
 
 
 def _shared_bounds(

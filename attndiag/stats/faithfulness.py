@@ -38,6 +38,7 @@ from attndiag.stats.order_bounds import BEAM, Kind, OrderBounds, drops, order_bo
 FRACTIONS = (0.01, 0.05, 0.1, 0.2, 0.5)
 # bootstrap draws of the intervals over random masks
 INTERVAL_DRAWS = 500
+RANDOM_SETS = 100
 Direction = Literal["higher", "lower"]
 
 DIRECTIONS: dict[str, Direction] = {
@@ -277,7 +278,7 @@ def faithfulness_correlation(
     values: MaskedValues,
     *,
     fraction: float = 0.2,
-    sets: int = 100,
+    sets: int = RANDOM_SETS,
     level: float = 0.95,
     seed: int = 0,
 ) -> Faithfulness:
@@ -287,15 +288,23 @@ def faithfulness_correlation(
     arXiv 2005.00631.) Undefined for constant scores: every set has the same sum.
     """
     (k,) = sizes(values.n_items, (fraction,))
-    rng = np.random.default_rng(seed)
-    # a random row order of each draw; its first k are the set
-    chosen = rng.permuted(np.tile(np.arange(values.n_items) < k, (sets, 1)), axis=1)
+    chosen = random_sets(values.n_items, k, sets=sets, seed=seed)
     details = {"sets": sets, "k": k, "fraction": fraction, "seed": seed}
     reason = _no_ranking(scores, values)
     if reason:
         return Faithfulness("faithfulness_correlation", values.replacement, float("nan"), "1", reason, details)
     sums, drop = chosen @ np.asarray(scores, dtype=np.float64), drops(values, chosen, "comprehensiveness")
     return _correlated("faithfulness_correlation", values, sums, drop, details, level, seed)
+
+
+def random_sets(n_items: int, k: int, *, sets: int = RANDOM_SETS, seed: int = 0) -> NDArray[np.bool_]:
+    """[set, item], True for the k items of each random set, as `faithfulness_correlation` draws them."""
+    return np.random.default_rng(seed).permuted(np.tile(np.arange(n_items) < k, (sets, 1)), axis=1)
+
+
+def keep_masks(n_items: int, *, masks: int = 64, keep: float = 0.5, seed: int = 0) -> NDArray[np.bool_]:
+    """[mask, item], True for the items that a random mask keeps, as `lds` draws them."""
+    return np.random.default_rng(seed).random((masks, n_items)) < keep
 
 
 def lds(
@@ -318,7 +327,7 @@ def lds(
     """
     if masks < 3 or not 0 < keep < 1:
         raise ValueError(f"masks is {masks} and keep {keep}; expected at least 3 masks and a probability in (0, 1)")
-    kept = np.random.default_rng(seed).random((masks, values.n_items)) < keep
+    kept = keep_masks(values.n_items, masks=masks, keep=keep, seed=seed)
     details = {"masks": masks, "keep": keep, "seed": seed}
     reason = _no_ranking(scores, values)
     if reason:

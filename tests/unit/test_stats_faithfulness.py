@@ -147,6 +147,25 @@ def test_each_mask_is_measured_once_and_in_batches() -> None:
     assert max(sizes) <= 8
 
 
+@pytest.mark.parametrize("metric", METRICS)
+def test_all_masks_of_a_metric_are_asked_for_at_once(metric: str) -> None:
+    calls: list[int] = []
+
+    def value(masks: np.ndarray) -> np.ndarray:
+        calls.append(len(masks))
+        return masks @ np.arange(1.0, 7.0)
+
+    rankings = [
+        Ranking("a", np.arange(6.0)),
+        Ranking("tied", np.array([1.0, 1, 1, 0, 0, 0])),
+        *control_rankings(np.arange(6)),
+    ]
+    rows = faithfulness_table(rankings, MaskedValues(value, 6, "none", batch_size=10_000), wanted=[metric])
+    assert not any(row.undefined for row in rows)
+    # the prompt itself, the emptied prompt and the bounds of NAOPC may come later
+    assert len(calls) <= (2 if metric.startswith("naopc_") else 1) + (metric.endswith("_auc"))
+
+
 def test_the_table_holds_methods_controls_and_circularity() -> None:
     frequencies = np.array([5.0, 1.0, 2.0, 3.0, 4.0])
     rankings = [
