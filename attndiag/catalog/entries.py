@@ -14,6 +14,13 @@ _FREEDOM = "attndiag.explain.pattern_freedom"
 _CONTRIBUTIONS = "attndiag.explain.model_contributions:model_contributions"
 
 
+def _estimate(method: str, what: str, cost: str) -> Method:
+    home = "attndiag.explain.edge_estimators:edge_estimates"
+    needs = ("attention weights", "gradients", *(("restarts",) if method != "first_order" else ()))
+    name = f"edge_estimate_{method}"
+    return Method(name, what, home, "edge", "signed", "target", cost, needs, call="prompt", fixed={"method": method})
+
+
 def _contribution(kind: str, what: str, source: str, **more: Any) -> Method:
     given: dict[str, Any] = {
         "scope": "edge",
@@ -162,7 +169,25 @@ CATALOG = catalogue(
             "attribution patching, arXiv 2310.10348",
             fixed={"kind": "attribution"},
         ),
+        _estimate("first_order", "the same as an estimate, with the real change of the row", "1 forward + 1 backward"),
+        _estimate("own_position", "the strongest edges refined at their own position", "1 + 1, and a token an edge"),
+        _estimate(
+            "with_target", "the strongest refined at their own and the target's position", "1 + 1, and two tokens"
+        ),
+        _estimate("recomputed", "the strongest computed exactly", "1 + 1, and a restart an edge"),
         # -------------------------------------------------------------------------------- heads
+        Method(
+            "head_effect",
+            "exact effect of removing all edges of a head",
+            "attndiag.explain.edge_truth:edge_effects",
+            "head",
+            "signed",
+            "target",
+            "one restarted forward for each head",
+            ("attention weights",),
+            call="prompt",
+            fixed={"grain": "head"},
+        ),
         Method(
             "pattern_freedom",
             "how far an adversary moves a head's pattern while m stays within epsilon; uniform and permuted beside it",

@@ -33,7 +33,7 @@ AXES = {
         ("layer", "batch", "head", "query_pos", "key_pos"),
         ("layer", "batch", "query_pos", "key_pos"),
     },
-    "head": {("head",), ("head", "temperature")},
+    "head": {("head",), ("head", "temperature"), ("layer", "head")},
     "row": {("layer", "batch", "query_pos")},
 }
 QUICK: dict[str, dict[str, Any]] = {
