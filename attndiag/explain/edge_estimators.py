@@ -25,7 +25,7 @@ from torch import Tensor
 
 from attndiag.core.gradients import pattern_gradient
 from attndiag.errors import UnsupportedModelError
-from attndiag.explain.edge_truth import edge_effects
+from attndiag.explain.edge_truth import allowed_edges, edge_effects
 from attndiag.explain.interventions import provenance
 from attndiag.explain.pattern_gradients import differentiated_calls
 from attndiag.explain.resolve import prompt_label, resolve_target
@@ -143,7 +143,8 @@ class _Differentiated:
                 through = (pattern * slope).sum(-1, keepdim=True)
                 share = pattern / rest.clamp_min(torch.finfo(pattern.dtype).tiny)
                 values = torch.where(rest > 0, share * (slope - through), through.expand_as(slope))
-            found.append(values.masked_fill(pattern == 0, float("nan"))[0])
+            # by the mask, not by the weight: one that fell to 0 belongs to an edge, whose effect is 0
+            found.append(values.masked_fill(~allowed_edges(call).expand_as(values), float("nan"))[0])
         return torch.stack(found).cpu()
 
     # ---------------------------------------------------------------------------------------- runs of some positions

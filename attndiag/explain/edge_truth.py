@@ -170,7 +170,7 @@ def _visible(
     def look(call: AttentionCall) -> None:
         if stream_of(lm.model, call.module_name, call.kind == "cross") == stream:
             shape = (call.n_heads, call.n_queries, call.n_keys)
-            visible[call.layer] = _allowed(call).expand(1, *shape)[0].cpu()
+            visible[call.layer] = allowed_edges(call).expand(1, *shape)[0].cpu()
 
     with evaluating(lm.model), capture(lm.model, on_call=look):
         lm.run(resolved.inputs)
@@ -179,7 +179,7 @@ def _visible(
     return visible, sites, (list(own.tokens[0]), list(source.tokens[0]))
 
 
-def _allowed(call: AttentionCall) -> Tensor:
+def allowed_edges(call: AttentionCall) -> Tensor:
     """Broadcastable to [1, head, query, key]: what the mask allows; what is not 0 where only a softmax was seen."""
     if call.q is None:
         return call.pattern > 0
