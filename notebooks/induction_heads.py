@@ -40,7 +40,7 @@ lm.info.name, lm.info.architecture
 # that spreads evenly would get the *baseline*; mass on position 0 is shown and not divided away.
 
 # %%
-table = ad.heads(lm, probes=["induction", "previous"], rows=8, ablate=3, ablation_rows=2)
+table = ad.heads(lm, probes=["induction", "previous"], rows=8, ablate=3)
 columns = ["layer", "head", "prefix_matching_score", "prefix_matching_score_baseline", "prefix_matching_score_sink_mass"]
 table.top("prefix_matching_score", 6)[columns].round(3)
 
