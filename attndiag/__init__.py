@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from attndiag.explain.replacement import Replacement
     from attndiag.explain.target import score
     from attndiag.explain.top_contributions import top_contributions
+    from attndiag.hooks.adapters import Adapter
     from attndiag.hooks.capture_context import capture
     from attndiag.hooks.edit_kinds import (
         AttentionOff,
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 
 # public name -> module that defines it under the same name
 _HOME = {
+    "Adapter": "attndiag.hooks.adapters",
     "AttentionOff": "attndiag.hooks.edit_kinds",
     "HeadAblation": "attndiag.hooks.edit_kinds",
     "Knockout": "attndiag.hooks.edit_kinds",
@@ -71,6 +73,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Adapter",
     "AttentionOff",
     "HeadAblation",
     "Knockout",
