@@ -280,13 +280,18 @@ def _sink_measures(view: _View) -> dict[str, Averages]:
     measures = {
         "sink_weight": _mean_over_rows(view.weight[:, rows, 0]),
         "learned_sink_mass": _mean_over_rows(view.learned_sink[:, rows]),
-        "special_weight": _mean_over_rows(view.weight[:, rows][:, :, others].sum(axis=-1)),
+        "special_weight": _mean_over_rows(view.weight[:, :, others].sum(axis=-1)[:, rows]),
     }
     if view.written is not None:
-        counted = view.written[:, rows]
-        measures["sink_head_contribution_share"] = _mean_over_rows(_shares(counted)[..., 0])
-        measures["head_written"] = _mean_over_rows(counted.sum(axis=-1))
+        measures["sink_head_contribution_share"] = _mean_over_rows(_sink_share(view.written)[:, rows])
+        measures["head_written"] = _mean_over_rows(view.written.sum(axis=-1)[:, rows])
     return measures
+
+
+def _sink_share(values: Array) -> Array:
+    """Part of each row that key 0 has; nan where the row is all zero."""
+    total = values.sum(axis=-1)
+    return np.divide(values[..., 0], total, out=np.full(total.shape, np.nan), where=total > 0)
 
 
 def _norm_measures(call: AttentionCall, view: _View) -> dict[str, Averages]:
@@ -315,7 +320,7 @@ def _layer_measures(view: _View) -> dict[str, Averages]:
         return measures
     counted = view.together[view.rows]
     bound = view.written[:, view.rows].sum(axis=0)
-    measures["sink_contribution_share"] = _mean_over_rows(_shares(counted)[..., 0])
+    measures["sink_contribution_share"] = _mean_over_rows(_sink_share(counted))
     measures["layer_written"] = _mean_over_rows(counted.sum(axis=-1))
     some = bound > 0
     if some.any():
@@ -383,33 +388,36 @@ def _strongest_pairs(view: _View) -> tuple[Pair, ...]:
     """For each head the pair of either direction and either class of key on which the two shares differ most."""
     if view.written is None:
         return ()
-    weight_share, written_share = _shares(view.weight), _shares(view.written)
-    difference = np.where(view.rows[:, None] & np.isfinite(written_share), written_share - weight_share, 0.0)
     aside = view.aside | (np.arange(len(view.aside)) == 0)
-    row_written = view.written.sum(axis=-1)
+    classes = (("content", np.flatnonzero(~aside)), ("sink", np.flatnonzero(aside)))
     pairs = []
-    for direction, sign in (("contribution_over_weight", 1.0), ("weight_over_contribution", -1.0)):
-        for key_class, keys in (("content", ~aside), ("sink", aside)):
-            candidates = np.where(keys, sign * difference, -np.inf).reshape(len(difference), -1)
-            for head, best in enumerate(candidates.argmax(axis=1)):
-                if not candidates[head, best] > 0:
+    # head by head: maps of all heads at once are what fills the memory in long prompts
+    for head, (weight, written) in enumerate(zip(view.weight, view.written, strict=True)):
+        weight_share, written_share = _shares(weight), _shares(written)
+        difference = np.where(view.rows[:, None] & np.isfinite(written_share), written_share - weight_share, 0.0)
+        for direction, sign in (("contribution_over_weight", 1.0), ("weight_over_contribution", -1.0)):
+            for key_class, keys in classes:
+                if not len(keys):
                     continue
-                query, key = np.unravel_index(best, difference.shape[1:])
-                where = (head, query, key)
+                candidates = sign * difference[:, keys]
+                query, column = np.unravel_index(candidates.argmax(), candidates.shape)
+                key = keys[column]
+                if not candidates[query, column] > 0:
+                    continue
                 pairs.append(
                     Pair(
-                        direction,
-                        key_class,
-                        head,
-                        int(query),
-                        int(key),
-                        float(view.weight[where]),
-                        float(view.written[where]),
-                        float(row_written[head, query]),
-                        float(weight_share[where]),
-                        float(written_share[where]),
-                        view.weight[head, query].copy(),
-                        view.written[head, query].copy(),
+                        direction=direction,
+                        key_class=key_class,
+                        head=head,
+                        query_pos=int(query),
+                        key_pos=int(key),
+                        weight=float(weight[query, key]),
+                        head_contribution=float(written[query, key]),
+                        row_written=float(written[query].sum()),
+                        weight_share=float(weight_share[query, key]),
+                        contribution_share=float(written_share[query, key]),
+                        row_weight=weight[query].copy(),
+                        row_contribution=written[query].copy(),
                     )
                 )
     return tuple(pairs)

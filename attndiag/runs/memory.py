@@ -17,7 +17,7 @@ from attndiag.errors import InsufficientMemoryError
 from attndiag.models.load import LoadedModel
 
 # maps of [head, query, key] alive at once: pattern, head contribution and their float64 copies, shares, masks
-_MAPS_FLOAT32, _MAPS_FLOAT64 = 3, 8
+_MAPS_FLOAT32, _MAPS_FLOAT64 = 6, 8
 # share of the free memory that a run may take
 _USABLE = 0.9
 
