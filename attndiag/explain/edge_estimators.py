@@ -212,8 +212,12 @@ class _Differentiated:
         q, k, v = (tensor[0].detach().to(gradient) for tensor in (call.q, call.k, call.v))  # type: ignore[union-attr]
         shared = torch.arange(q.shape[0], device=q.device) // (q.shape[0] // k.shape[0])
         slope = torch.einsum("hpd,hkd->hpk", gradient, v[shared])
-        through = (pattern * slope).sum(-1)[None]
-        gained, total = torch.zeros_like(through), torch.ones_like(through)
+        everywhere = torch.arange(self.n, device=q.device)
+        taken = (everywhere[None, :, None] == places[:, None, :]).any(-1)
+        left = (~taken).to(pattern)
+        # what is left of each row without the changed keys, added up: 1 - A has no digits where A is near 1
+        total = torch.einsum("hpk,bk->bhp", pattern, left) + call.sink_mass[0].to(pattern)
+        gained = torch.einsum("hpk,bk->bhp", pattern * slope, left)
         scale = float(call.scale if call.scale is not None else 1.0)
         for token in range(places.shape[1]):
             position = places[:, token]
@@ -224,13 +228,13 @@ class _Differentiated:
                 before, after = (call.softcap * torch.tanh(scores / call.softcap) for scores in (before, after))
             factor = torch.exp((after - before).clamp(max=60.0))
             weight = pattern[:, :, position].permute(2, 0, 1)
-            gained = gained + weight * (
-                factor * torch.einsum("hpd,bhd->bhp", gradient, values) - slope[:, :, position].permute(2, 0, 1)
-            )
-            total = total + weight * (factor - 1)
-        lost = through - (through + gained) / total
-        everywhere = torch.arange(self.n, device=q.device)
-        others = (everywhere > places[:, :1]) & ~(everywhere[None, :, None] == places[:, None, :]).any(-1)
+            gained = gained + weight * factor * torch.einsum("hpd,bhd->bhp", gradient, values)
+            total = total + weight * factor
+        renewed = torch.where(
+            total > 0, gained / total.clamp_min(torch.finfo(total.dtype).tiny), torch.zeros_like(total)
+        )
+        lost = (pattern * slope).sum(-1)[None] - renewed
+        others = (everywhere > places[:, :1]) & ~taken
         return (lost * others[:, None]).sum((1, 2))
 
 
