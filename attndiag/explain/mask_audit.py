@@ -317,7 +317,7 @@ def _repeated(probe: Probe, n_rows: int) -> Probe:
 
 def _other_ids(lm: LoadedModel, ids: Tensor, seed: int) -> Tensor:
     """For each id another ordinary one."""
-    ordinary = probing.ordinary_ids(lm)
+    ordinary = probing.ordinary_ids(lm, ids)
     generator = torch.Generator().manual_seed(seed)
     drawn = ordinary[torch.randint(len(ordinary) - 1, (len(ids),), generator=generator)]
     return torch.where(drawn.to(ids.device) == ids, ordinary[-1].to(ids.device), drawn.to(ids.device)).to(ids.dtype)

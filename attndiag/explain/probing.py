@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attndiag.errors import UnsupportedModelError
-from attndiag.models.access import accepts, evaluating
+from attndiag.models.access import accepts, evaluating, input_embedding
 from attndiag.models.load import LoadedModel, load
 
 RELATIVE_NOISE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
@@ -70,8 +70,10 @@ def probe_of(
     """
     if inputs is not None:
         given = {name: value.to(lm.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-        tokens = next((name for name in ("decoder_input_ids", "input_ids") if _is_ids(given.get(name))), None)
-        return Probe(given, tokens)
+        named = [name for name in ("decoder_input_ids", "input_ids") if _is_ids(given.get(name))]
+        # a module of one's own may call its ids anything; masks and positions are not ids
+        other = [n for n, v in given.items() if _is_ids(v) and not any(w in n for w in ("mask", "position", "type"))]
+        return Probe(given, next(iter(named or other), None))
     if not accepts(lm.model, "input_ids"):
         raise UnsupportedModelError(
             f"{type(lm.model).__name__} reads no token ids; its forward takes {_arguments(lm.model)}. "
@@ -98,8 +100,16 @@ def draw_ids(lm: LoadedModel, batch: int, length: int, seed: int) -> Tensor:
     return torch.stack(rows).to(lm.device)
 
 
-def ordinary_ids(lm: LoadedModel) -> Tensor:
-    """Ids that stand for text, sorted: all rows of the embedding but the special ones that are known."""
+def ordinary_ids(lm: LoadedModel, given: Tensor | None = None) -> Tensor:
+    """Ids that stand for text, sorted: all rows of the embedding but the special ones that are known.
+
+    Of a module that does not say which of its embeddings reads the ids, only the `given` ids are known to be valid.
+    """
+    if given is not None and input_embedding(lm.model) is None:
+        known = torch.unique(given.cpu())
+        if len(known) < 3:
+            raise UnsupportedModelError(f"the given ids hold {len(known)} different values; at least 3 are needed")
+        return known
     special = set(lm.special_ids) if lm.tokenizer is not None else set()
     for config in (lm.config, getattr(lm.config, "text_config", None)):
         for name, value in vars(config).items() if config is not None else ():

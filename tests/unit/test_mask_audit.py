@@ -365,6 +365,36 @@ def test_models_without_token_ids_say_what_they_need():
         attndiag.audit(sound_llama().model, length=3)
 
 
+class OwnModel(nn.Module):
+    """A person's own language model: ids under another name, no config, PyTorch's encoder layers."""
+
+    def __init__(self, ahead: int = 0) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+        self.stack = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 40)
+        self.ahead = ahead
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        forbidden = torch.ones(length, length, dtype=torch.bool).triu(1 + self.ahead)
+        return self.head(self.stack(self.table(tokens), mask=forbidden))
+
+
+def test_a_module_of_ones_own():
+    torch.manual_seed(0)
+    tokens = torch.randint(40, (2, 10))
+    sound, leaky = OwnModel().eval(), OwnModel(ahead=1).eval()
+    assert attndiag.audit(sound, inputs={"tokens": tokens}).passed
+    found = attndiag.audit(leaky, inputs={"tokens": tokens}, causal=True)
+    assert found.findings
+    assert found.stack_reach == (9, 2)  # one step a layer
+    assert attndiag.audit(sound, inputs={"tokens": tokens}, causal=True).passed
+    with pytest.raises(UnsupportedModelError, match=r"forward takes tokens.*inputs="):
+        attndiag.audit(sound)
+
+
 def test_an_audit_changes_nothing():
     model = llama()
     ids = torch.arange(2, 14)[None]
