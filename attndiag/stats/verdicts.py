@@ -54,6 +54,7 @@ class Thresholds:
     level : of the intervals and of the correction over items.
     least_items : admissible items that a row needs.
     replacement_tau : two replacements whose effects have a smaller tau-b make a prompt `replacement_dependent`.
+    majority : part of a row's mass, or of its effects, that decides the verdict on the row.
     """
 
     high: float = 2.0
@@ -62,6 +63,7 @@ class Thresholds:
     level: float = 0.05
     least_items: int = LEAST_ITEMS
     replacement_tau: float = 0.5
+    majority: float = 0.5
 
     def __post_init__(self) -> None:
         if not 0 <= self.low < self.high:
@@ -351,21 +353,41 @@ def _constant(size: Array, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
 def row_verdicts(verdicts: Verdicts) -> list[dict[str, Any]]:
     """One verdict for each row (a head on a prompt, a prompt's tokens), and the counts behind it.
 
-    `disagree` when any item disagrees, `agree` when none does and some item is both high and present, else
-    `inconclusive`: a row in which the method stands out nowhere has been confirmed nowhere. `undefined` and
-    `replacement_dependent` rows stay what they are. Descriptive: whether a method does better than chance is
-    `method_verdict`'s question.
+    `disagree` when most of the row's mass is on items without effect, or most of its effects (by size) are on items
+    with a low claim; `agree` when neither is so and the items that are both high and present hold most of the mass and
+    most of the effects; else `inconclusive`. Single disagreeing items do not decide: among many keys there nearly
+    always is one. `undefined` and `replacement_dependent` rows stay what they are. Descriptive: a method that points
+    at one of n items is right by chance once in n; whether it does better is `method_verdict`'s question.
+
+    Returns
+    -------
+    For each row `row`, `verdict`, `reason`, the counts of its items, and `idle_mass`, `missed_effect`, `hit_mass`,
+    `hit_effect`: the parts that decided, 0 to 1.
     """
-    hit = verdicts.where(HIGH, PRESENT).any(axis=1)
+    size = np.where(np.isfinite(verdicts.effect), np.abs(verdicts.effect), 0.0)
+    total = size.sum(axis=1, keepdims=True)
+    effect = np.divide(size, total, out=np.zeros(size.shape), where=total > 0)
+    mass = np.where(np.isfinite(verdicts.share), verdicts.share, 0.0)
+    hit = verdicts.where(HIGH, PRESENT)
+    parts = {
+        "idle_mass": (mass * verdicts.where(HIGH, ABSENT)).sum(axis=1),
+        "missed_effect": (effect * verdicts.where(LOW, PRESENT)).sum(axis=1),
+        "hit_mass": (mass * hit).sum(axis=1),
+        "hit_effect": (effect * hit).sum(axis=1),
+    }
+    most = verdicts.thresholds.majority
+    wrong = (parts["idle_mass"] > most) | (parts["missed_effect"] > most)
+    right = (parts["hit_mass"] > most) & (parts["hit_effect"] > most)
     rows: list[dict[str, Any]] = []
     for row, items in enumerate(verdicts.verdict):
         found = Counter(items[items != ""].tolist())
         if verdicts.reason[row]:
             verdict = REPLACEMENT_DEPENDENT if found.get(REPLACEMENT_DEPENDENT) else UNDEFINED
-        elif found.get(DISAGREE):
+        elif wrong[row]:
             verdict = DISAGREE
         else:
-            verdict = AGREE if hit[row] else INCONCLUSIVE
+            verdict = AGREE if right[row] else INCONCLUSIVE
         counts = {name: found.get(name, 0) for name in VERDICTS}
-        rows.append({"row": row, "verdict": verdict, "reason": verdicts.reason[row], **counts})
+        held = {name: float(part[row]) for name, part in parts.items()}
+        rows.append({"row": row, "verdict": verdict, "reason": verdicts.reason[row], **counts, **held})
     return rows

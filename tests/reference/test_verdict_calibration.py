@@ -115,8 +115,9 @@ def test_a_random_method_is_never_better_than_inconclusive_beyond_its_five_perce
         methods[method_verdict(found).verdict] += 1
         heads.update(row["verdict"] for row in row_verdicts(found))
     assert methods["agree"] <= 5
-    # single heads have few items: by chance some are right
-    assert heads["agree"] / heads.total() <= 0.1
+    # on a single head, who points at one of n keys is right by chance once in n
+    by_chance = np.mean([1 / measured.weight.shape[1] for _, measured in population[:100]])
+    assert heads["agree"] / heads.total() <= by_chance + 3 * (by_chance / heads.total()) ** 0.5
 
 
 def test_the_sink_model_misleads_on_head_0_and_not_on_head_1() -> None:

@@ -265,6 +265,16 @@ def test_a_row_agrees_only_where_the_method_stands_out_and_is_right() -> None:
     found = row_verdicts(judge(scores, from_knockout(effects), np.full(3, 2.0)))
     assert [row["verdict"] for row in found] == ["agree", "disagree", "inconclusive"]
     assert found[1]["disagree"] == 1
+    assert found[1]["idle_mass"] == pytest.approx(0.9)
+    # one small edge that is overlooked does not make a head misleading; most of the effect there does
+    small, large = (np.array([[2.0, 0.0, 0.0, 0.0, 0.0, effect]]) for effect in (0.5, 3.0))
+    scores = np.array([[0.9, 0.02, 0.02, 0.02, 0.02, 0.02]])
+    for effects, verdict in ((small, "agree"), (large, "disagree")):
+        judged = judge(scores, from_knockout(effects), np.array([10.0]))
+        assert judged.verdict[0, 5] == "disagree"
+        (row,) = row_verdicts(judged)
+        assert row["verdict"] == verdict
+        assert row["missed_effect"] == pytest.approx(effects[0, 5] / effects.sum())
 
 
 def rows_of(scores: np.ndarray, effects: np.ndarray) -> tuple[np.ndarray, object, np.ndarray]:
