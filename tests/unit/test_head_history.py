@@ -97,6 +97,15 @@ def test_lists_that_are_no_history_are_refused(tmp_path):
         heads_over_checkpoints([(1, llama), (2, llama)], model="some/model")
 
 
+def test_missing_checkpoints_are_named(tmp_path):
+    series = load_series()
+    with pytest.raises(ModelLoadError, match="checkpoint-500"):
+        heads_over_checkpoints([(0, series.at(0)), tmp_path / "checkpoint-500"], rows=2)
+    # revisions of a hub model that is not there: the hub is off in the tests
+    with pytest.raises(ModelLoadError, match="attndiag/no-such-model"):
+        heads_over_checkpoints(["step0", "step1000"], model="attndiag/no-such-model")
+
+
 def test_a_control_must_cover_the_run():
     series = load_series()
     history = heads_over_checkpoints([(s, series.at(s)) for s in (0, 450, 900)], rows=2)
