@@ -84,7 +84,7 @@ class View:
             while mask.ndim < 4:
                 mask = mask[None]
             seen = mask.any(dim=1).expand(-1, n_q, n_k)
-        if call.route == "traced":
+        if call.q is None:
             # a traced softmax may have been masked by other means: the weights themselves tell
             seen = seen & (self.pattern != 0).any(dim=1)
         seen = seen.expand(self.pattern.shape[0], -1, -1)

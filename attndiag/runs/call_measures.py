@@ -228,8 +228,8 @@ def _allowed(call: AttentionCall, pattern: Array) -> Mask:
     if call.is_causal:
         return np.tril(np.ones(pattern.shape[1:], dtype=bool))[None]
     if call.mask is None:
-        # a traced softmax shows its mask only in what it gives exactly nothing
-        return pattern > 0 if call.route == "traced" else np.ones((1, 1, 1), dtype=bool)
+        # where q was not seen, the softmax shows its mask only in what it gives exactly nothing
+        return pattern > 0 if call.q is None else np.ones((1, 1, 1), dtype=bool)
     mask = call.mask if call.mask.dtype == torch.bool else ~forbidden_entries(call.mask)
     while mask.ndim < 4:
         mask = mask[None]
