@@ -125,7 +125,8 @@ def _name_extremes(axis: Axes, summary: Summary) -> None:
         axis.annotate(
             f"L{head.label}H{head['head']:.0f}",
             (x, y),
-            xytext=(9, -11) if below else (-9, 9),
+            # down and to the right, away from the diagonal, unless the axis is there
+            xytext=(9, -11 if y > 0.12 else 11) if below else (-9, 9),
             textcoords="offset points",
             ha="left" if below else "right",
             va="center",
@@ -293,7 +294,9 @@ def draw_clusters(summary: Summary) -> Figure:
     right.grid(True, axis="x")
     right.tick_params(axis="y", length=0)
     if not known.any():
-        right.text(0.5, 0.5, "no prompt has a target and a foil", transform=right.transAxes, ha="center", color=MUTED)
+        right.set_axis_off()
+        message = "no logit difference was measured:\nno target and foil, or no next-token output"
+        right.text(0.5, 0.5, message, transform=right.transAxes, ha="center", va="center", color=MUTED)
     else:
         figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=2, handletextpad=0.2)
     return figure
