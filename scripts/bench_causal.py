@@ -169,7 +169,7 @@ def judge(estimate: torch.Tensor, exact: torch.Tensor, k: int) -> tuple[float, f
     return recall, rank, error
 
 
-def estimators(lm, folder: Path, count: int, candidates: int) -> None:
+def estimators(lm, folder: Path, count: int, candidates: int, stored: bool) -> None:
     """The table: means over prompts of different clusters, 95 % bootstrap intervals over clusters."""
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[int, list[tuple[float, float, float]]]] = {}
@@ -177,6 +177,8 @@ def estimators(lm, folder: Path, count: int, candidates: int) -> None:
     tokens: dict[str, list[float]] = {}
     complete = 0
     chosen = prompts_of(lm, count)
+    if stored:
+        chosen = [prompt for prompt in chosen if (folder / f"{prompt.id}.pt").exists()]
     for prompt in chosen:
         exact, whole = truth(lm, prompt, folder, candidates)
         complete += whole
@@ -241,13 +243,14 @@ def main() -> None:
     parser.add_argument(
         "--candidates", type=int, default=0, help="measure only so many of the strongest first-order edges (0: all)"
     )
+    parser.add_argument("--stored", action="store_true", help="only prompts whose every edge was measured before")
     given = parser.parse_args()
     torch.set_num_threads(1)
     lm = ad.load("default", device="cpu")
     if given.part == "speed":
         speed(lm, given.full, given.edges)
     else:
-        estimators(lm, given.truth, given.prompts, given.candidates)
+        estimators(lm, given.truth, given.prompts, given.candidates, given.stored)
 
 
 if __name__ == "__main__":
