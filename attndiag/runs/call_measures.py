@@ -22,12 +22,10 @@ from attndiag.core.contributions import transformed_values
 from attndiag.errors import UnsupportedModelError
 from attndiag.explain.contributions import contributions
 from attndiag.hooks.record import AttentionCall
+from attndiag.runs.pairs import Array, Mask, Pair, row_shares, strongest_of_heads
 from attndiag.scores import Scores
 from attndiag.shapes import expand_kv_heads
 from attndiag.stats.agreement import LEAST_ITEMS, kendall_tau_b, tau_needed
-
-Array = NDArray[np.float64]
-Mask = NDArray[np.bool_]
 
 SINK_MASS = 0.3  # mean mass above which a key counts as a sink (definitions: Gu 2024, arXiv 2410.10781)
 _LATER_QUERIES = 3  # a mean over fewer says nothing about the key
@@ -54,29 +52,6 @@ class Averages:
     values: Array
     n: NDArray[np.int64]
     undefined: NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class Pair:
-    """A query, a key and a head on which weight and head contribution differ, with the whole row behind them."""
-
-    direction: str
-    key_class: str
-    head: int
-    query_pos: int
-    key_pos: int
-    weight: float
-    head_contribution: float
-    row_written: float
-    weight_share: float
-    contribution_share: float
-    row_weight: Array
-    row_contribution: Array
-
-    @property
-    def difference(self) -> float:
-        """contribution share - weight share."""
-        return self.contribution_share - self.weight_share
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +122,9 @@ def measure_call(call: AttentionCall, special: Mask, settings: CallSettings) -> 
     clock.look("shares and norms")
     head_ranks, layer_ranks = _rank_measures(view, settings.most_ranked_rows)
     clock.look("rank agreement")
-    pairs = _strongest_pairs(view)
+    pairs = ()
+    if view.written is not None:
+        pairs = strongest_of_heads(view.weight, view.written, rows=view.rows, aside=view.aside)
     clock.look("strongest disagreements")
     return CallMeasures(
         module=call.module_name,
@@ -250,12 +227,6 @@ def _sink_keys(pattern: Array, allowed: Mask, rows: Mask, call: AttentionCall) -
     sinks = mean > SINK_MASS
     sinks[0] = True
     return sinks
-
-
-def _shares(values: Array) -> Array:
-    """Each row divided by its sum; nan where the row is all zero."""
-    total = values.sum(axis=-1, keepdims=True)
-    return np.divide(values, total, out=np.full_like(values, np.nan), where=total > 0)
 
 
 def _mean_over_rows(per_row: Array) -> Averages:
@@ -379,45 +350,6 @@ def _last_query(view: _View) -> dict[str, Array]:
     if view.written is not None and view.together is not None:
         with np.errstate(invalid="ignore"):
             scores["head_contribution"] = view.written[:, last].mean(axis=0)
-            scores["head_contribution_share"] = _shares(view.written[:, last]).mean(axis=0)
+            scores["head_contribution_share"] = row_shares(view.written[:, last]).mean(axis=0)
         scores["contribution"] = view.together[last]
     return scores
-
-
-def _strongest_pairs(view: _View) -> tuple[Pair, ...]:
-    """For each head the pair of either direction and either class of key on which the two shares differ most."""
-    if view.written is None:
-        return ()
-    aside = view.aside | (np.arange(len(view.aside)) == 0)
-    classes = (("content", np.flatnonzero(~aside)), ("sink", np.flatnonzero(aside)))
-    pairs = []
-    # head by head: maps of all heads at once are what fills the memory in long prompts
-    for head, (weight, written) in enumerate(zip(view.weight, view.written, strict=True)):
-        weight_share, written_share = _shares(weight), _shares(written)
-        difference = np.where(view.rows[:, None] & np.isfinite(written_share), written_share - weight_share, 0.0)
-        for direction, sign in (("contribution_over_weight", 1.0), ("weight_over_contribution", -1.0)):
-            for key_class, keys in classes:
-                if not len(keys):
-                    continue
-                candidates = sign * difference[:, keys]
-                query, column = np.unravel_index(candidates.argmax(), candidates.shape)
-                key = keys[column]
-                if not candidates[query, column] > 0:
-                    continue
-                pairs.append(
-                    Pair(
-                        direction=direction,
-                        key_class=key_class,
-                        head=head,
-                        query_pos=int(query),
-                        key_pos=int(key),
-                        weight=float(weight[query, key]),
-                        head_contribution=float(written[query, key]),
-                        row_written=float(written[query].sum()),
-                        weight_share=float(weight_share[query, key]),
-                        contribution_share=float(written_share[query, key]),
-                        row_weight=weight[query].copy(),
-                        row_contribution=written[query].copy(),
-                    )
-                )
-    return tuple(pairs)

@@ -9,8 +9,9 @@ import numpy as np
 
 from attndiag.hooks.recorder import Refusal
 from attndiag.models.encoding import Encoded
-from attndiag.runs.call_measures import CallMeasures, Pair
+from attndiag.runs.call_measures import CallMeasures
 from attndiag.runs.measures import MEASURES
+from attndiag.runs.pairs import Pair
 from attndiag.runs.schemas import CHECKS, DISAGREEMENTS, HEADS, REFUSALS, SCORES, TOKENS
 
 if TYPE_CHECKING:
