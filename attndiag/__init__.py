@@ -10,17 +10,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attndiag.catalog import explain
     from attndiag.comparison.side_by_side import compare
-    from attndiag.explain.attention_card import card
-    from attndiag.explain.audit_run import audit
-    from attndiag.explain.contributions import contributions
-    from attndiag.explain.edge_truth import edge_effects
-    from attndiag.explain.head_history import heads_over_checkpoints
-    from attndiag.explain.head_scores import heads
-    from attndiag.explain.model_contributions import model_contributions
-    from attndiag.explain.replacement import Replacement
-    from attndiag.explain.target import score
-    from attndiag.explain.top_contributions import top_contributions
+    from attndiag.explanations.attention_card import card
+    from attndiag.explanations.audit_run import audit
+    from attndiag.explanations.contributions import contributions
+    from attndiag.explanations.edge_truth import edge_effects
+    from attndiag.explanations.head_history import heads_over_checkpoints
+    from attndiag.explanations.head_scores import heads
+    from attndiag.explanations.model_contributions import model_contributions
+    from attndiag.explanations.replacement import Replacement
+    from attndiag.explanations.target import score
+    from attndiag.explanations.top_contributions import top_contributions
     from attndiag.hooks.adapters import Adapter
     from attndiag.hooks.capture_context import capture
     from attndiag.hooks.edit_kinds import (
@@ -51,25 +52,26 @@ _HOME = {
     "Patch": "attndiag.hooks.edit_kinds",
     "PatternReplacement": "attndiag.hooks.edit_kinds",
     "Prompt": "attndiag.prompts",
-    "Replacement": "attndiag.explain.replacement",
+    "Replacement": "attndiag.explanations.replacement",
     "Scores": "attndiag.scores",
     "Target": "attndiag.prompts",
     "ValueZeroing": "attndiag.hooks.edit_kinds",
-    "audit": "attndiag.explain.audit_run",
+    "audit": "attndiag.explanations.audit_run",
     "capture": "attndiag.hooks.capture_context",
     "compare": "attndiag.comparison.side_by_side",
-    "card": "attndiag.explain.attention_card",
-    "contributions": "attndiag.explain.contributions",
-    "edge_effects": "attndiag.explain.edge_truth",
+    "card": "attndiag.explanations.attention_card",
+    "contributions": "attndiag.explanations.contributions",
+    "edge_effects": "attndiag.explanations.edge_truth",
     "edit": "attndiag.hooks.edits",
-    "heads": "attndiag.explain.head_scores",
-    "heads_over_checkpoints": "attndiag.explain.head_history",
+    "explain": "attndiag.catalog",
+    "heads": "attndiag.explanations.head_scores",
+    "heads_over_checkpoints": "attndiag.explanations.head_history",
     "load": "attndiag.models.load",
-    "model_contributions": "attndiag.explain.model_contributions",
+    "model_contributions": "attndiag.explanations.model_contributions",
     "read_prompts": "attndiag.runs.prompt_files",
     "report": "attndiag.reports.page",
-    "score": "attndiag.explain.target",
-    "top_contributions": "attndiag.explain.top_contributions",
+    "score": "attndiag.explanations.target",
+    "top_contributions": "attndiag.explanations.top_contributions",
 }
 
 __all__ = [
@@ -93,6 +95,7 @@ __all__ = [
     "contributions",
     "edge_effects",
     "edit",
+    "explain",
     "heads",
     "heads_over_checkpoints",
     "load",

@@ -1,7 +1,7 @@
 """`Prompt` and `Target`: what is read, and the one number that is asked about.
 
 Plain data. Turning a prompt into token ids is the loaded model's work (`attndiag.models.load`), measuring a
-target is the scorer's (`attndiag.explain.target`).
+target is the scorer's (`attndiag.explanations.target`).
 """
 
 from __future__ import annotations

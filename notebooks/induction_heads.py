@@ -23,7 +23,7 @@
 # %%
 # %matplotlib inline
 import attndiag as ad
-from attndiag.explain.relation_probe import probe_relation
+from attndiag.explanations.relation_probe import probe_relation
 from attndiag.reports.figure_style import style
 from attndiag.reports.head_figures import draw_relation, draw_score_against_effect, draw_score_maps
 from attndiag.reports.phase_change import draw_phase_change, lag_sentence, shipped_phase_change

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 import attndiag as ad
-from attndiag.explain.edge_estimators import edge_estimates
-from attndiag.explain.resolve import resolve_target
+from attndiag.explanations.edge_estimators import edge_estimates
+from attndiag.explanations.resolve import resolve_target
 from attndiag.stats.agreement import spearman
 
 PROMPT = ad.Prompt(

@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import attndiag
 from attndiag import Prompt, Replacement, Target
-from attndiag.explain.replacement_effects import replacement_effects
+from attndiag.explanations.replacement_effects import replacement_effects
 from attndiag.models.load import LoadedModel
 from attndiag.scores import Scores
 

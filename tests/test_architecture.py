@@ -27,7 +27,7 @@ LEVEL = {
     "stats": 1,
     "models": 2,
     "hooks": 3,
-    "explain": 4,
+    "explanations": 4,
     "catalog": 5,
     "comparison": 6,
     "runs": 7,
@@ -99,7 +99,7 @@ def test_a_module_imports_only_from_lower_levels(path: Path) -> None:
         ("from attndiag.hooks import record", "models"),
         ("import transformers", "core"),
         ("def f():\n    from attndiag.cli import main", "reports"),
-        ("from attndiag import load", "explain"),
+        ("from attndiag import load", "explanations"),
         ("from attndiag.stats import agreement", "core"),
         ("importlib.import_module('attndiag.reports')", "runs"),
         ("from attndiag.shelf import thing", "cli"),
@@ -115,7 +115,7 @@ def test_the_import_rule_bites(source: str, in_room: str) -> None:
         ("from attndiag.errors import AttnDiagError", "shapes.py"),
         ("from attndiag.core.attention import softmax_rows", "hooks"),
         ("import transformers", "models"),
-        ("from attndiag.explain import target", "explain"),
+        ("from attndiag.explanations import target", "explanations"),
     ],
 )
 def test_the_import_rule_allows(source: str, in_room: str) -> None:

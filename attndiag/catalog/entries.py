@@ -6,16 +6,16 @@ from typing import Any
 
 from attndiag.catalog.record import Method, catalogue
 
-_GRADIENTS = "attndiag.explain.gradients"
-_SAMPLED = "attndiag.explain.sampled_gradients"
-_SURROGATES = "attndiag.explain.surrogates"
-_EDGES = "attndiag.explain.pattern_gradients:pattern_gradients"
-_FREEDOM = "attndiag.explain.pattern_freedom"
-_CONTRIBUTIONS = "attndiag.explain.model_contributions:model_contributions"
+_GRADIENTS = "attndiag.explanations.gradients"
+_SAMPLED = "attndiag.explanations.sampled_gradients"
+_SURROGATES = "attndiag.explanations.surrogates"
+_EDGES = "attndiag.explanations.pattern_gradients:pattern_gradients"
+_FREEDOM = "attndiag.explanations.pattern_freedom"
+_CONTRIBUTIONS = "attndiag.explanations.model_contributions:model_contributions"
 
 
 def _estimate(method: str, what: str, cost: str) -> Method:
-    home = "attndiag.explain.edge_estimators:edge_estimates"
+    home = "attndiag.explanations.edge_estimators:edge_estimates"
     needs = ("attention weights", "gradients", *(("restarts",) if method != "first_order" else ()))
     name = f"edge_estimate_{method}"
     return Method(name, what, home, "edge", "signed", "target", cost, needs, call="prompt", fixed={"method": method})
@@ -40,7 +40,7 @@ CATALOG = catalogue(
         Method(
             "replacement",
             "effect of replacing a token, a word or a span, m(x) - mean m(replaced)",
-            "attndiag.explain.replacement_effects:replacement_effects",
+            "attndiag.explanations.replacement_effects:replacement_effects",
             "token",
             "signed",
             "target",
@@ -138,7 +138,7 @@ CATALOG = catalogue(
         Method(
             "edge_effect",
             "exact effect of removing each edge, or renormalising its row without it",
-            "attndiag.explain.edge_truth:edge_effects",
+            "attndiag.explanations.edge_truth:edge_effects",
             "edge",
             "signed",
             "target",
@@ -179,7 +179,7 @@ CATALOG = catalogue(
         Method(
             "head_effect",
             "exact effect of removing all edges of a head",
-            "attndiag.explain.edge_truth:edge_effects",
+            "attndiag.explanations.edge_truth:edge_effects",
             "head",
             "signed",
             "target",

@@ -54,7 +54,7 @@ def card(
     """
     _check_suffix(output, (".txt", ".json", ".html"))
     lm = _load(model, revision, device, dtype, attn_implementation, offline, quiet)
-    from attndiag.explain.attention_card import card as probe
+    from attndiag.explanations.attention_card import card as probe
 
     made = probe(lm, length=length)
     if output is not None:
@@ -100,7 +100,7 @@ def audit(
     """
     _check_suffix(output, (".txt", ".json"))
     lm = _load(model, revision, device, dtype, attn_implementation, offline, quiet)
-    from attndiag.explain.audit_run import audit as look
+    from attndiag.explanations.audit_run import audit as look
 
     with progress_bar(quiet=quiet) as bar:
         found = look(lm, causal=causal, length=length, seed=seed, progress=bar)

@@ -157,7 +157,7 @@ def _measure(
     """Scores by prompt, and why others have none."""
     from attndiag import catalog
     from attndiag.errors import AttnDiagError
-    from attndiag.explain.resolve import prompt_label
+    from attndiag.explanations.resolve import prompt_label
 
     results: dict[str, Scores] = {}
     failed: dict[str, str] = {}

@@ -12,7 +12,7 @@ from attndiag.commands import options
 from attndiag.commands.console import FINE, SOME_FAILED, data, data_json, guarded, progress_bar, remark
 
 if TYPE_CHECKING:
-    from attndiag.explain.head_table import HeadTable
+    from attndiag.explanations.head_table import HeadTable
     from attndiag.models.load import LoadedModel
     from attndiag.prompts import Prompt
     from attndiag.reports.heads_page import HeadsPage
@@ -159,7 +159,7 @@ def heads(
 
 
 def _probes(given: list[str] | None) -> tuple[str, ...]:
-    from attndiag.explain.head_measures import PROBES
+    from attndiag.explanations.head_measures import PROBES
 
     names = [name.strip() for text in given or [] for name in text.split(",") if name.strip()]
     if "all" in names:
@@ -206,7 +206,7 @@ def _measure(
     threshold: float,
     quiet: bool,
 ) -> HeadTable:
-    from attndiag.explain.head_scores import heads as measure
+    from attndiag.explanations.head_scores import heads as measure
 
     with progress_bar(quiet=quiet) as bar:
         return measure(
@@ -225,7 +225,7 @@ def _measure(
 def _probe_relation(
     lm: LoadedModel, prompts: list[Prompt], pair: tuple[str | None, str], seed: int, quiet: bool
 ) -> HeadTable:
-    from attndiag.explain.relation_probe import probe_relation
+    from attndiag.explanations.relation_probe import probe_relation
 
     with progress_bar(quiet=quiet) as bar:
         return probe_relation(lm, prompts, *pair, seed=seed, progress=bar)

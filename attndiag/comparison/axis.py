@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attndiag.errors import ShapeError
-from attndiag.explain.replacement_items import admissible
-from attndiag.explain.resolve import prompt_label, resolve_target
-from attndiag.explain.resolved import ResolvedTarget
+from attndiag.explanations.replacement_items import admissible
+from attndiag.explanations.resolve import prompt_label, resolve_target
+from attndiag.explanations.resolved import ResolvedTarget
 from attndiag.models.load import LoadedModel
 from attndiag.prompts import Prompt, Target
 

@@ -21,10 +21,10 @@ from attndiag.comparison.axis import token_axis
 from attndiag.comparison.methods import reason_of
 from attndiag.comparison.one_prompt import check_task
 from attndiag.errors import AttnDiagError, NotApplicableError
-from attndiag.explain.edge_truth import Mode, edge_effects
-from attndiag.explain.model_contributions import model_contributions
-from attndiag.explain.resolve import one_target_each, prompt_label
-from attndiag.explain.target import noise_floor, score
+from attndiag.explanations.edge_truth import Mode, edge_effects
+from attndiag.explanations.model_contributions import model_contributions
+from attndiag.explanations.resolve import one_target_each, prompt_label
+from attndiag.explanations.target import noise_floor, score
 from attndiag.models.load import LoadedModel, as_prompts
 from attndiag.prompts import Prompt, Target
 from attndiag.stats.evidence import from_knockout

@@ -24,11 +24,11 @@ from attndiag.catalog import CATALOG, explain, method_named
 from attndiag.comparison.axis import TokenAxis
 from attndiag.core.mixing import alti_rollout, flow, rollout
 from attndiag.errors import AttnDiagError, NotApplicableError
-from attndiag.explain.model_contributions import model_contributions
+from attndiag.explanations.model_contributions import model_contributions
 from attndiag.models.load import LoadedModel
 
 if TYPE_CHECKING:
-    from attndiag.explain.replacement import Replacement
+    from attndiag.explanations.replacement import Replacement
     from attndiag.scores import Scores
 
 Array = NDArray[np.float64]

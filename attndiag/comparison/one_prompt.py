@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from attndiag.comparison.axis import Spans, TokenAxis, sinks, token_axis
 from attndiag.comparison.methods import PromptMethods, TokenScores, reason_of
 from attndiag.errors import AttnDiagError, NotApplicableError
-from attndiag.explain.replacement import Replacement
-from attndiag.explain.replacement_effects import set_effects
-from attndiag.explain.target import score
+from attndiag.explanations.replacement import Replacement
+from attndiag.explanations.replacement_effects import set_effects
+from attndiag.explanations.target import score
 from attndiag.models.load import LoadedModel
 from attndiag.prompts import Prompt, Target
 from attndiag.scores import Scores
@@ -116,7 +116,7 @@ def compare_prompt(
 
     Parameters
     ----------
-    floor : noise floor of m, from `attndiag.explain.target.noise_floor` over the prompt set.
+    floor : noise floor of m, from `attndiag.explanations.target.noise_floor` over the prompt set.
     own : name -> scores made elsewhere, one for each token, or character spans (start, end, score).
     frequencies : token ids -> how often they occur, for the control `token_frequency`.
 

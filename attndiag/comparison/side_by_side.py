@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from attndiag.comparison.methods import check_methods
 from attndiag.comparison.one_prompt import DEFAULT_METRICS, Own, Plan, PromptResult, compare_prompt
 from attndiag.errors import AttnDiagError
-from attndiag.explain.replacement import Replacement
-from attndiag.explain.resolve import one_target_each, prompt_label
-from attndiag.explain.target import noise_floor
+from attndiag.explanations.replacement import Replacement
+from attndiag.explanations.resolve import one_target_each, prompt_label
+from attndiag.explanations.target import noise_floor
 from attndiag.models.load import LoadedModel, as_prompts
 from attndiag.prompts import Prompt, Target
 from attndiag.stats.evidence import Evidence, from_draws, from_knockout

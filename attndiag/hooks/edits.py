@@ -215,7 +215,7 @@ class _Session:
             mask = given.get(name)
             self._masks[name] = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
         cache = next((given[name] for name in CACHE_ARGUMENTS if given.get(name) is not None), None)
-        self._past = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
+        self._past = int(cache.get_seq_length()) if cache is not None and hasattr(cache, "get_seq_length") else 0
         self._running, self._calls = True, {}
         self._unproved.clear()
 

@@ -133,7 +133,7 @@ class AttentionCall:
             queries = torch.arange(self.n_queries, device=self.q.device) if rows is None else rows
             mask = (torch.arange(self.n_keys, device=self.q.device) <= queries[:, None])[None, None]
         scores = attention_scores(
-            _take_rows(self.q.detach(), rows, self.n_queries).to(dtype),
+            (self.q if rows is None else self.q.index_select(2, rows)).detach().to(dtype),
             self.k.detach().to(dtype),
             scale=self.scale,
             softcap=self.softcap,

@@ -145,9 +145,7 @@ def locate_residual(trace: BlockTrace | None, attn_out: Tensor | None) -> Residu
     )
 
 
-def _place(
-    branch_norm: SeenNorm | None, reader: SeenNorm | None, stream: Tensor, before: list[SeenNorm]
-) -> Place:
+def _place(branch_norm: SeenNorm | None, reader: SeenNorm | None, stream: Tensor, before: list[SeenNorm]) -> Place:
     if branch_norm is not None:
         return "sandwich"
     # a norm that reads x before attention makes the block pre-norm; without one, the norm that reads the sum is post

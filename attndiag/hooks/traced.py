@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -178,7 +178,7 @@ def _from_multi_head(args: tuple, kwargs: dict, output: tuple[Tensor, Tensor | N
     with torch.no_grad():
         v = F.linear(value, weight, None if bias is None else bias[2 * width :])
         again = F.multi_head_attention_forward(**(given | {"need_weights": True, "average_attn_weights": False}))
-    pattern = again[1]
+    pattern = cast(Tensor, again[1])  # asked for: need_weights=True
     v = v.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
     z = (pattern @ v).transpose(1, 2)
 

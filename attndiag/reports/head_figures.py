@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from attndiag.explain.head_table import HeadTable
+    from attndiag.explanations.head_table import HeadTable
 
 EFFECTS = ("ablation_effect", "mean_ablation_effect", "ablation_effect_patterns_kept")
 TITLES = {

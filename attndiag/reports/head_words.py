@@ -9,7 +9,7 @@ from attndiag.reports.head_figures import EFFECTS, TITLES, head_name, measures_o
 from attndiag.reports.html import MINUS, number
 
 if TYPE_CHECKING:
-    from attndiag.explain.head_table import HeadTable
+    from attndiag.explanations.head_table import HeadTable
     from attndiag.reports.phase_change import PhaseChange
 
 SCORE, EFFECT = "prefix_matching_score", EFFECTS[0]

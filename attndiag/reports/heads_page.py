@@ -35,7 +35,7 @@ from attndiag.runs.weights_run import package_versions
 if TYPE_CHECKING:
     import pandas as pd
 
-    from attndiag.explain.head_table import HeadTable
+    from attndiag.explanations.head_table import HeadTable
 
 PAGE, MARKER = "heads.html", "heads.json"
 SCHEMA = 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from attndiag.core.phases import PhaseWindow, phase_window
-from attndiag.explain.head_history import HeadHistory, heads_over_checkpoints
+from attndiag.explanations.head_history import HeadHistory, heads_over_checkpoints
 from attndiag.models.series import load_series
 from attndiag.reports.figure_style import HEAD, INK, LAYER, MUTED, WEIGHT, canvas
 from attndiag.reports.html import MINUS

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attndiag.errors import AttnDiagError, UnsupportedModelError
-from attndiag.explain.contributions import contributions
+from attndiag.explanations.contributions import contributions
 from attndiag.hooks.capture_context import capture
 from attndiag.prompts import Prompt
 from attndiag.reports.html import BUDGET, asset, notebook_frame, render, script_data

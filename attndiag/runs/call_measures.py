@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from attndiag.core.attention import forbidden_entries
 from attndiag.core.contributions import transformed_values
 from attndiag.errors import UnsupportedModelError
-from attndiag.explain.contributions import contributions
+from attndiag.explanations.contributions import contributions
 from attndiag.hooks.record import AttentionCall
 from attndiag.runs.pairs import Array, Mask, Pair, row_shares, strongest_of_heads
 from attndiag.scores import Scores

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attndiag.errors import TargetError
-from attndiag.explain.target import ResolvedTarget, resolve_target
+from attndiag.explanations.target import ResolvedTarget, resolve_target
 from attndiag.models.load import LoadedModel
 from attndiag.prompts import Prompt, Target
 

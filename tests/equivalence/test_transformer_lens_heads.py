@@ -9,7 +9,7 @@ import torch
 
 from attndiag.core.heads import prefix_matching_score
 from attndiag.core.probes import repeated_random_tokens
-from attndiag.explain.head_scores import heads
+from attndiag.explanations.head_scores import heads
 from attndiag.hooks.capture_context import capture
 from attndiag.models.known import induction_gpt2
 from attndiag.models.series import load_series

@@ -20,9 +20,9 @@ from transformers import (
 
 from attndiag import Prompt, Target
 from attndiag.errors import AttnDiagError, NotApplicableError, PromptError, TargetError, UnsupportedModelError
-from attndiag.explain.gradients import input_x_gradient, integrated_gradients, saliency
-from attndiag.explain.sampled_gradients import deeplift, gradient_shap
-from attndiag.explain.surrogates import kernel_shap, lime, occlusion
+from attndiag.explanations.gradients import input_x_gradient, integrated_gradients, saliency
+from attndiag.explanations.sampled_gradients import deeplift, gradient_shap
+from attndiag.explanations.surrogates import kernel_shap, lime, occlusion
 from attndiag.models.load import LoadedModel
 from attndiag.scores import Scores
 

@@ -17,7 +17,7 @@ import attndiag
 from attndiag import Target
 from attndiag.core.pattern_moves import entropy, jensen_shannon, permuted_rows, tempered_rows, uniform_rows
 from attndiag.errors import NotApplicableError, PromptError, ShapeError
-from attndiag.explain.pattern_freedom import frozen_pattern, pattern_freedom, pattern_spread, temperature_sweep
+from attndiag.explanations.pattern_freedom import frozen_pattern, pattern_freedom, pattern_spread, temperature_sweep
 from attndiag.models.known import dead_heads, sink_against_value
 from attndiag.models.load import LoadedModel
 

@@ -16,7 +16,7 @@ import attndiag
 from attndiag import Target
 from attndiag.core.gradients import completeness_gap, head_gradient, pattern_attribution, pattern_gradient
 from attndiag.errors import NotApplicableError, ShapeError
-from attndiag.explain.pattern_gradients import pattern_gradients
+from attndiag.explanations.pattern_gradients import pattern_gradients
 from attndiag.models.known import cross_copy, sink_against_value
 from attndiag.models.load import LoadedModel
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from attndiag.errors import NotApplicableError
-from attndiag.explain.relation_probe import probe_relation, relations_in
+from attndiag.explanations.relation_probe import probe_relation, relations_in
 from attndiag.models.known import induction_gpt2, short_window
 from attndiag.models.load import LoadedModel, load
 from attndiag.prompts import Prompt

@@ -25,9 +25,9 @@ from transformers import (
 
 from attndiag import Prompt, Target
 from attndiag.errors import NotApplicableError, PromptError, TargetError
-from attndiag.explain.replacement import Replacement
-from attndiag.explain.replacement_effects import replacement_effects, set_effects
-from attndiag.explain.samplers import allowed_tokens, look_up, uniform_numbers
+from attndiag.explanations.replacement import Replacement
+from attndiag.explanations.replacement_effects import replacement_effects, set_effects
+from attndiag.explanations.samplers import allowed_tokens, look_up, uniform_numbers
 from attndiag.models.load import LoadedModel
 from attndiag.scores import Scores
 
@@ -384,9 +384,9 @@ def test_only_words_are_drawn_and_never_the_original(llama_lm: LoadedModel) -> N
     llama_lm.model.resize_token_embeddings(80)
     assert llama_lm.vocabulary == 80
     assert allowed_tokens(llama_lm).nonzero()[:, 0].tolist() == list(range(4, 64))
-    from attndiag.explain.replacement_items import items_of
-    from attndiag.explain.resolve import resolve_target
-    from attndiag.explain.samplers import draw_variants
+    from attndiag.explanations.replacement_items import items_of
+    from attndiag.explanations.resolve import resolve_target
+    from attndiag.explanations.samplers import draw_variants
 
     resolved = resolve_target(llama_lm, TEXT, TARGET)
     ids = resolved.encoded.input_ids[0]

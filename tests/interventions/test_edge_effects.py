@@ -15,7 +15,7 @@ from transformers import (
 
 import attndiag as ad
 from attndiag.errors import RunFolderError, ShapeError, UnsupportedModelError
-from attndiag.explain import edge_truth
+from attndiag.explanations import edge_truth
 from attndiag.hooks import restart
 from attndiag.models import known
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 import attndiag as ad
 from attndiag.errors import UnsupportedModelError
-from attndiag.explain.edge_estimators import edge_estimates
+from attndiag.explanations.edge_estimators import edge_estimates
 from attndiag.models import known
 
 COMMON = {

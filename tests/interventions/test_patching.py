@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import attndiag as ad
 from attndiag.errors import PromptError, ShapeError, UnsupportedModelError
-from attndiag.explain.interventions import ablate_heads, effect_of
-from attndiag.explain.patching import activation_patching, attribution_patching
+from attndiag.explanations.interventions import ablate_heads, effect_of
+from attndiag.explanations.patching import activation_patching, attribution_patching
 from attndiag.hooks.activations import recording
 from attndiag.models import known
 

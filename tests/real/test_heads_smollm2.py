@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attndiag.explain.head_scores import heads
+from attndiag.explanations.head_scores import heads
 
 pytestmark = pytest.mark.real_model
 

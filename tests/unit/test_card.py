@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 import attndiag
 from attndiag.errors import UnsupportedModelError
-from attndiag.explain.attention_card import LayerCard
+from attndiag.explanations.attention_card import LayerCard
 from attndiag.models.known import loud_gemma2, loud_gpt_oss, sound_llama, sound_window, wide_window
 from attndiag.models.known.recurrent import DateTranslator
 

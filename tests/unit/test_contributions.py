@@ -148,7 +148,7 @@ def test_residual_parts_sum_to_the_stream(family, extra):
     site = call.site
     assert site.multiplier == pytest.approx(extra.get("residual_multiplier", 1.0), abs=1e-6)
     from attndiag.core.contributions import part_blocks
-    from attndiag.explain.contributions import folded_output
+    from attndiag.explanations.contributions import folded_output
 
     folded = folded_output(call, call.w_o.double(), call.b_o.double(), norm=None)
     total = torch.zeros(9, 32, dtype=torch.float64)

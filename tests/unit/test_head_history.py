@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from attndiag.errors import ModelLoadError, NotApplicableError
-from attndiag.explain.head_history import heads_over_checkpoints
+from attndiag.explanations.head_history import heads_over_checkpoints
 from attndiag.models.known import induction_gpt2, induction_llama
 from attndiag.models.series import load_series
 

@@ -12,8 +12,8 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from attndiag.core.probes import repeated_random_tokens
 from attndiag.errors import NotApplicableError, UnsupportedModelError
-from attndiag.explain.head_inputs import plain_texts
-from attndiag.explain.head_scores import MEASURES, PROBES, heads
+from attndiag.explanations.head_inputs import plain_texts
+from attndiag.explanations.head_scores import MEASURES, PROBES, heads
 from attndiag.models.known import (
     anti_copying,
     cross_copy,
@@ -215,7 +215,7 @@ def test_copying_score_of_fused_biased_layer_norm_weights(tiny_gpt2):
 
 def test_the_same_seed_gives_the_same_table_and_batches_do_not_matter(tiny_llama, monkeypatch):
     once = heads(tiny_llama, rows=5, length=10, probes=["induction", "sink", "redundancy"])
-    monkeypatch.setattr("attndiag.explain.head_inputs.BATCH_BYTES", 1)  # one row a batch
+    monkeypatch.setattr("attndiag.explanations.head_inputs.BATCH_BYTES", 1)  # one row a batch
     calls: list[tuple[int, int]] = []
     again = heads(
         tiny_llama,

@@ -12,9 +12,9 @@ import pandas as pd
 import pytest
 
 from attndiag.errors import NotApplicableError, RunFolderError
-from attndiag.explain.head_history import heads_over_checkpoints
-from attndiag.explain.head_scores import heads
-from attndiag.explain.head_table import NotMeasurable
+from attndiag.explanations.head_history import heads_over_checkpoints
+from attndiag.explanations.head_scores import heads
+from attndiag.explanations.head_table import NotMeasurable
 from attndiag.models.series import load_series
 from attndiag.reports import heads_page as module
 from attndiag.reports.head_figures import (

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from attndiag.core.scoring import linear_attention_outputs, linear_attention_weights
-from attndiag.explain.implied_maps import implied_maps
+from attndiag.explanations.implied_maps import implied_maps
 from attndiag.models.known import sound_llama
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -34,9 +34,9 @@ from transformers import (
 
 import attndiag
 from attndiag.errors import UnsupportedModelError
-from attndiag.explain.masked_rows import fully_masked_rows
-from attndiag.explain.probing import as_loaded, probe_of
-from attndiag.explain.scale_audit import jacobian_norm, scale_audit
+from attndiag.explanations.masked_rows import fully_masked_rows
+from attndiag.explanations.probing import as_loaded, probe_of
+from attndiag.explanations.scale_audit import jacobian_norm, scale_audit
 from attndiag.models.known import KNOWN_MODELS, sound_llama, wide_window
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -19,7 +19,7 @@ from transformers import (
 
 import attndiag as ad
 from attndiag.errors import ShapeError, TargetError, UnsupportedModelError
-from attndiag.explain.target import noise_floor, resolve_target
+from attndiag.explanations.target import noise_floor, resolve_target
 from attndiag.models import known
 
 COMMON = {

@@ -13,7 +13,7 @@ from scipy.stats import kendalltau
 
 import attndiag
 from attndiag.errors import NotApplicableError, PromptError, RunFolderError
-from attndiag.explain.contributions import contributions
+from attndiag.explanations.contributions import contributions
 from attndiag.models.known import KNOWN_MODELS
 from attndiag.models.load import LoadedModel
 from attndiag.prompts import Prompt
