@@ -145,7 +145,16 @@ def heads(
                 offline=True if offline else None,
                 progress=bar,
             )
-        about = _about(lm) | {"probes": ", ".join(asked), "ablated": ablate, "threshold": threshold, "seed": seed}
+        about = _about(lm) | {
+            "probes": ", ".join(asked),
+            "ablated": ablate,
+            "rows asked for": rows,
+            "length asked for": length,
+            "BOS": bos.value,
+            "threshold": threshold,
+            "relations": ", ".join(relation or []) or None,
+            "seed": seed,
+        }
         start = time.perf_counter()
         if asked:
             wanted = {Bos.auto: None, Bos.yes: True, Bos.no: False}[bos]

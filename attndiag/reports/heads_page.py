@@ -109,7 +109,9 @@ def save_heads(
         raise ValueError("there is nothing to write; give a table, relations or a phase change")
     place = prepare(folder, overwrite=overwrite)
     facts = dict(about or {})
-    run = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    # what was run, not how long it took
+    asked = {name: value for name, value in facts.items() if name != "seconds"}
+    run = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:12]
     tables = _tables(table, relations, phase)
     for name, frame in tables.items():
         _write_table(place, name, frame.assign(run=run))
