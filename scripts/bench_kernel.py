@@ -44,6 +44,7 @@ from kernel_contenders import (
     streaming,
 )
 
+import attndiag
 from attndiag.core.dispatch import available_bytes
 
 SHAPES = {shape.name: shape for shape in (GPT2, SMOLLM2, LLAMA_8B)}
@@ -249,6 +250,36 @@ def precision(_rounds: int) -> Iterator[Row]:
         yield Row(f"error / promise, {shape.name}, n = {n}", worst, 1.0, False, "1e-5 of the value")
 
 
+def whole_model(rounds: int) -> Iterator[Row]:
+    """Contributions of every layer of a trained model beside its plain forward; both keep one row of logits."""
+    torch.set_grad_enabled(False)
+    lm = attndiag.load("default", device="cpu")
+    ids = torch.randint(100, 10_000, (1, 512), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def plain() -> None:
+        lm.run(inputs, logits_to_keep=1)
+
+    def every_layer() -> None:
+        def measure(call: attndiag.hooks.record.AttentionCall) -> None:
+            attndiag.contributions(call, certificate="sampled").require_verified()
+
+        with attndiag.capture(lm, on_call=measure):
+            lm.run(inputs, logits_to_keep=1)
+
+    peaks = {}
+    for name, function in (("plain", plain), ("contributions", every_layer)):
+        function()
+        Path("/proc/self/clear_refs").write_text("5")
+        function()
+        peaks[name] = resident("VmHWM")
+    times = take_turns({"contributions": every_layer, "plain": plain}, rounds)
+    what = "contributions of all layers / plain forward, SmolLM2, n = 512"
+    yield Row(what, ratio(times, "contributions", "plain"), 1.6, False, milliseconds(times))
+    extra = (peaks["contributions"] - peaks["plain"]) / 1e6
+    yield Row("its peak memory above the plain forward's, MB", extra, 100.0, False, "one layer kept at a time")
+
+
 ROWS: dict[str, Callable[[int], Iterator[Row]]] = {
     "einsum": against_einsum,
     "published": against_published,
@@ -259,6 +290,7 @@ ROWS: dict[str, Callable[[int], Iterator[Row]]] = {
     "last-row": last_row,
     "graphs": compiled_graphs,
     "precision": precision,
+    "model": whole_model,
 }
 
 
