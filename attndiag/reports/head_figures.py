@@ -128,14 +128,13 @@ def draw_maps(panels: Sequence[Panel], labels: Sequence[Any]) -> Figure:
             np.arange(n_heads + 1) - 0.5,
             np.arange(n_layers + 1) - 0.5,
             np.ma.masked_invalid(each.values),
-            cmap=mpl.colormaps["PuOr" if each.signed else "viridis"],
+            cmap=mpl.colormaps["PuOr" if each.signed else "viridis"].with_extremes(bad=GRID),
             vmin=each.limits[0],
             vmax=each.limits[1],
             rasterized=each.values.size > _VECTOR_CELLS,
             edgecolors="face",
             linewidth=0.2,
         )
-        axis.set_facecolor(GRID)
         axis.set_title(each.title, fontsize=8)
         axis.set_xlabel("head")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 
+import matplotlib.colors
 import matplotlib.figure
 import numpy as np
 import pandas as pd
@@ -17,6 +18,7 @@ from attndiag.explanations.head_scores import heads
 from attndiag.explanations.head_table import NotMeasurable
 from attndiag.models.series import load_series
 from attndiag.reports import heads_page as module
+from attndiag.reports.figure_style import GRID
 from attndiag.reports.head_figures import (
     draw_effect_maps,
     draw_maps,
@@ -105,7 +107,10 @@ def test_what_was_not_measured_is_grey_and_not_zero(table):
     holed[0, 1] = math.nan
     gap = replace(table, scores={**table.scores, "prefix_matching_score": replace(scores, values=holed)})
     figure = draw_maps([panel(gap, "prefix_matching_score")], [0, 1])
-    assert figure.axes[0].collections[0].get_array().reshape(2, 4).mask.tolist()[0] == [False, True, False, False]
+    cells = figure.axes[0].collections[0]
+    assert cells.get_array().reshape(2, 4).mask.tolist()[0] == [False, True, False, False]
+    # on a page the background of a drawing is see-through, so the cell itself has to be grey
+    assert matplotlib.colors.to_hex(cells.cmap(np.ma.masked)) == GRID
 
 
 def test_a_table_without_effects_has_no_effect_figures(tmp_path):
