@@ -194,7 +194,7 @@ def _build(cls: type[PreTrainedModel], level: str, special: Special, seed: int) 
     torch.manual_seed(seed)
     config = special.config(cls, level) if special.config else shrunk_config(cls.config_class, level, **special.fields)
     size = _size(cls, config)
-    if size > (MAX_PARAMETERS if level == "small" else MAX_PARAMETERS // 4):
+    if size > (MAX_PARAMETERS if level in ("small", special.level) else MAX_PARAMETERS // 4):
         raise CouldNotBuildError(f"{size / 1e6:.0f}M parameters even when shrunk")
     torch.manual_seed(seed)
     model = cls(config).eval().float()

@@ -119,6 +119,7 @@ _STAGE_LISTS = {
     "num_attention_heads": HEADS,
     "hidden_sizes": WIDTH,
     "embed_dims": WIDTH,
+    "decoder_in_channels": WIDTH,
     "encoder_layers": 2,
 }
 
@@ -172,6 +173,7 @@ def _shrink(config: PreTrainedConfig, shrinker: _Shrinker, overrides: Mapping[st
     own = {name: value for name, value in overrides.items() if "__" not in name.strip("_")}
     kwargs: dict[str, Any] = {}
     head_dim = _head_dim(config)
+    plain = _plain(config)
     for field in dataclasses.fields(config):
         name = field.name
         # Read past the attribute: some configurations raise for fields that vary by layer.
@@ -194,7 +196,7 @@ def _shrink(config: PreTrainedConfig, shrinker: _Shrinker, overrides: Mapping[st
             new = _shrunk_value(name, value, shrinker)
             if new is not None and new != value:
                 kwargs[name] = new
-            elif field.default is not dataclasses.MISSING and value != field.default:
+            elif vars(plain).get(name) != value:
                 kwargs[name] = value  # what a composite configuration states for one of its parts
     _equal_heads(config, kwargs)
     _keep_backbone_outputs(config, kwargs)
@@ -208,6 +210,14 @@ def _shrink(config: PreTrainedConfig, shrinker: _Shrinker, overrides: Mapping[st
     if init is not None:
         kwargs.setdefault("attn_implementation", init)
     return type(config)(**kwargs)
+
+
+def _plain(config: PreTrainedConfig) -> PreTrainedConfig:
+    """What the class gives without arguments, or the configuration itself where it insists on some."""
+    try:
+        return type(config)()
+    except Exception:  # validators raise whatever they like
+        return config
 
 
 def _small_resnet(config: PreTrainedConfig) -> PreTrainedConfig:

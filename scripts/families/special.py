@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, ResNetConfig
 
+from families import special_inputs
 from families.shrink import WIDTH, shrunk_config
 
 
@@ -40,164 +41,8 @@ class Special:
     skip: str = ""
 
 
-def _text(length: int, batch: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(60, 180, (batch, length), generator=generator)
-
-
-def _chameleon(_model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    return {"input_ids": _text(12, 1, generator)}
-
-
-def _lxmert(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    boxes = torch.rand(2, 6, 4, generator=generator)
-    features = torch.randn(2, 6, model.config.visual_feat_dim, generator=generator)
-    return {"input_ids": _text(12, 2, generator), "visual_feats": features, "visual_pos": boxes}
-
-
-def _oneformer(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    tasks = torch.randint(1, 300, (1, model.config.task_seq_len), generator=generator)
-    return {"pixel_values": torch.randn(1, 3, 128, 128, generator=generator), "task_inputs": tasks}
-
-
-def _omdet(_model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    classes, task = _text(5, 3, generator), _text(6, 1, generator)
-    return {
-        "pixel_values": torch.randn(1, 3, 128, 128, generator=generator),
-        "classes_input_ids": classes,
-        "classes_attention_mask": torch.ones_like(classes),
-        "tasks_input_ids": task,
-        "tasks_attention_mask": torch.ones_like(task),
-        "classes_structure": torch.tensor([3]),
-    }
-
-
-def _pix2struct(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    patches = torch.randn(2, 9, 2 + model.config.vision_config.patch_embed_hidden_size, generator=generator)
-    patches[..., :2] = torch.tensor([[row, column] for row in range(1, 4) for column in range(1, 4)])
-    return {"flattened_patches": patches, "decoder_input_ids": _text(7, 2, generator)}
-
-
-def _pairs_of_images(_model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    return {"pixel_values": torch.rand(1, 2, 3, 96, 96, generator=generator)}
-
-
-def _text_line(_model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    return {"pixel_values": torch.randn(1, 3, 96, 320, generator=generator)}
-
-
-def _codebook_decoder(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    rows = 2 * model.config.decoder.num_codebooks
-    return {
-        "input_ids": _text(12, 2, generator),
-        "decoder_input_ids": torch.randint(3, 200, (rows, 7), generator=generator),
-    }
-
-
-def _moshi(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    codes = torch.randint(3, 200, (2, 2, model.config.num_codebooks, 12), generator=generator)
-    return {"input_ids": _text(12, 2, generator), "moshi_audio_codes": codes[0], "user_audio_codes": codes[1]}
-
-
-def _kosmos2(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    size, holders = model.config.vision_config.image_size, model.config.latent_query_num
-    ids = _text(12 + holders, 1, generator)
-    mask = torch.zeros_like(ids)
-    mask[:, 3 : 3 + holders] = 1
-    picture = torch.randn(1, 3, size, size, generator=generator)
-    return {"pixel_values": picture, "input_ids": ids, "image_embeds_position_mask": mask}
-
-
-def _idefics(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    size = model.config.vision_config.image_size
-    return {
-        "input_ids": _text(12, 2, generator),
-        "attention_mask": torch.ones(2, 12, dtype=torch.long),
-        "pixel_values": torch.randn(2, 1, 3, size, size, generator=generator),
-        "image_attention_mask": torch.ones(2, 12, 1, dtype=torch.long),
-    }
-
-
-def _depth_pro(_model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    return {"pixel_values": torch.randn(1, 3, 256, 256, generator=generator)}
-
-
-def _tvp(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    frames, size = model.config.num_frames, model.config.max_img_size
-    return {
-        "input_ids": _text(12, 1, generator),
-        "attention_mask": torch.ones(1, 12, dtype=torch.long),
-        "pixel_values": torch.randn(1, frames, 3, size, size, generator=generator),
-    }
-
-
-def _muse_assistant(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    width = model.config.hidden_size
-    return {
-        "noise_embeds": torch.randn(1, 4, width, generator=generator),
-        "context_hidden_states": torch.randn(1, 8, width * len(model.config.target_layer_ids), generator=generator),
-    }
-
-
-def _without_cache(_model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    return {"input_ids": _text(24, 1, generator), "use_cache": False}
-
-
-def _clap(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    audio = model.config.audio_config
-    return {
-        "input_ids": _text(12, 2, generator),
-        "input_features": torch.randn(2, 1, audio.spec_size, audio.num_mel_bins, generator=generator),
-        "is_longer": torch.zeros(2, 1, dtype=torch.bool),
-    }
-
-
-def _dia(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    codes = torch.randint(3, 200, (2, 7, model.config.decoder_config.num_channels), generator=generator)
-    return {"input_ids": _text(12, 2, generator), "decoder_input_ids": codes}
-
-
-def _stacked_frames(_model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    return {"input_features": torch.randn(2, 40, 320, generator=generator)}
-
-
-def _seggpt(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    height, width = model.config.image_size
-    return {
-        name: torch.randn(1, 3, height // 2, width, generator=generator)
-        for name in ("pixel_values", "prompt_pixel_values", "prompt_masks")
-    }
-
-
-def _codebook_tokens(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    columns = model.config.num_codebooks + 1
-    return {"input_ids": torch.randint(3, 200, (2, 12, columns), generator=generator)}
-
-
-def _codec_pair(_model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    return {
-        "input_values": 0.5 * torch.randn(1, 1, 6400, generator=generator),
-        "input_features": torch.randn(1, 20, 160, generator=generator),
-    }
-
-
 def _compass_rope() -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-
-
-def _assistant(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    """A drafting model reads the caches of the model that it drafts for: one pair for each kind of layer."""
-    config = model.config.get_text_config()
-    shared = {}
-    for kind, layer in zip(config.layer_types, range(config.num_hidden_layers), strict=True):
-        part = config.per_layer_config[layer] if config.is_heterogeneous else config
-        shape = (1, part.num_key_value_heads, 8, part.head_dim)
-        shared[kind] = (torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
-    width = model.config.backbone_hidden_size
-    return {
-        "inputs_embeds": torch.randn(1, 1, 2 * width, generator=generator),
-        "position_ids": torch.tensor([[7]]),
-        "shared_kv_states": shared,
-    }
 
 
 def _assistant_config(cls: type[PreTrainedModel], level: str) -> PreTrainedConfig:
@@ -233,11 +78,23 @@ _SAM3 = {
 }
 
 SPECIAL: dict[str, Special] = {
-    "blt": Special(inputs=_without_cache),
-    "clap": Special(inputs=_clap),
+    "blip_2": Special(fields={"image_token_index": 319}),
+    "deimv2": Special(classes=("Deimv2ForObjectDetection",)),
+    "led": Special(fields={"attention_window": [4, 4]}),
+    "mllama": Special(
+        fields={
+            "vision_config__intermediate_layers_indices": [0, 1],
+            "vision_config__vision_output_dim": 192,  # one width for the output and one for each of these layers
+            "text_config__cross_attention_layers": [1],
+        },
+        inputs=special_inputs.mllama,
+    ),
+    "patchtsmixer": Special(fields={"self_attn": True}),
+    "blt": Special(inputs=special_inputs.without_cache),
+    "clap": Special(inputs=special_inputs.clap),
     "deepseek_ocr2": Special(fields={"text_config__mlp_layer_types": ["dense", "sparse"]}),
-    "dia": Special(inputs=_dia),
-    "granite_speech5": Special(inputs=_stacked_frames),
+    "dia": Special(inputs=special_inputs.dia),
+    "granite_speech5": Special(inputs=special_inputs.stacked_frames),
     "hy_v4_vl": Special(
         fields={"text_config__rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
     ),
@@ -253,11 +110,18 @@ SPECIAL: dict[str, Special] = {
     "lw_detr": Special(fields={"projector_scale_factors": (1.0,)}),
     "molmo2": Special(fields={"adapter_config__vision_feature_layer": [1, 0]}),
     "moonshine_streaming": Special(fields={"num_key_value_heads": 4}),
-    "sam": Special(fields={"vision_config__output_channels": 64, "prompt_encoder_config__image_embedding_size": 4}),
+    "sam": Special(
+        fields={
+            "vision_config__output_channels": 64,
+            "prompt_encoder_config__image_embedding_size": 4,
+            "vision_config__num_pos_feats": 32,
+        }
+    ),
     "sam_hq": Special(
         fields={
             "vision_config__output_channels": 64,
             "prompt_encoder_config__image_embedding_size": 4,
+            "vision_config__num_pos_feats": 32,
             "mask_decoder_config__vit_dim": 64,
         }
     ),
@@ -271,21 +135,21 @@ SPECIAL: dict[str, Special] = {
             "fov_model_config__image_size": 64,
             "intermediate_hook_ids": (1, 0),
         },
-        inputs=_depth_pro,
+        inputs=special_inputs.depth_pro,
     ),
-    "idefics": Special(inputs=_idefics),
+    "idefics": Special(inputs=special_inputs.idefics),
     "jamba": Special(fields={"attn_layer_period": 2, "attn_layer_offset": 1}),
-    "kosmos2": Special(inputs=_kosmos2),
-    "moshi": Special(inputs=_moshi),
-    "musicgen": Special(inputs=_codebook_decoder),
-    "musicgen_melody": Special(inputs=_codebook_decoder),
+    "kosmos2": Special(inputs=special_inputs.kosmos2),
+    "moshi": Special(inputs=special_inputs.moshi),
+    "musicgen": Special(inputs=special_inputs.codebook_decoder),
+    "musicgen_melody": Special(inputs=special_inputs.codebook_decoder),
     "bamba": Special(fields={"attn_layer_indices": [1]}),
     "chameleon": Special(
         fields={
             "vocabulary_map": {"<image>": 319} | {f"IMGIMG{chr(65 + i)}Z": 200 + i for i in range(10)},
             "image_token_id": 319,
         },
-        inputs=_chameleon,
+        inputs=special_inputs.chameleon,
     ),
     "cohere_compass": Special(
         fields={
@@ -305,7 +169,7 @@ SPECIAL: dict[str, Special] = {
             "canvas_length": 8,
         }
     ),
-    "efficientloftr": Special(inputs=_pairs_of_images, level="depth"),
+    "efficientloftr": Special(inputs=special_inputs.pairs_of_images, level="depth"),
     "ernie4_5_vl_moe": Special(
         fields={"text_config__rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}}
     ),
@@ -314,17 +178,19 @@ SPECIAL: dict[str, Special] = {
     "gemma3n": Special(
         classes=("Gemma3nForCausalLM",), fields={"intermediate_size": 96, "num_kv_shared_layers": 0, "laurel_rank": 8}
     ),
-    "gemma4_assistant": Special(config=_assistant_config, inputs=_assistant),
-    "gemma4_unified_assistant": Special(config=_assistant_config, inputs=_assistant),
+    "gemma4_assistant": Special(config=_assistant_config, inputs=special_inputs.assistant),
+    "gemma4_unified_assistant": Special(config=_assistant_config, inputs=special_inputs.assistant),
     "gemma3": Special(fields={"mm_tokens_per_image": 4}),
     "shieldgemma2": Special(fields={"mm_tokens_per_image": 4, "yes_token_index": 61, "no_token_index": 62}),
-    "kyutai_speech_to_text": Special(fields={"codec_config__upsample_groups": 64}, inputs=_codebook_tokens),
-    "tvp": Special(fields={"visual_prompt_size": 8, "max_img_size": 64}, inputs=_tvp),
+    "kyutai_speech_to_text": Special(
+        fields={"codec_config__upsample_groups": 64}, inputs=special_inputs.codebook_tokens
+    ),
+    "tvp": Special(fields={"visual_prompt_size": 8, "max_img_size": 64}, inputs=special_inputs.tvp),
     "chmv2": Special(fields={"reassemble_factors": [4, 2, 1, 0.5], "post_process_channels": [16, 32, 48, 64]}),
     "cvt": Special(fields={"depth": (1, 2, 3)}),
     "esmfold2": Special(skip="its forward takes nine structural inputs (residues, atoms, bonds) and no text"),
     "jev": Special(skip="its forward takes marked options and question types; it borrows all of its attention"),
-    "muse_glimmer_assistant": Special(inputs=_muse_assistant),
+    "muse_glimmer_assistant": Special(inputs=special_inputs.muse_assistant),
     "nemotron_h_omni": Special(fields={"vision_config__video_temporal_patch_size": 2}),
     "rag": Special(skip="a composition of a question encoder and a generator of other families"),
     "recurrent_gemma": Special(fields={"num_hidden_layers": 3}),
@@ -334,11 +200,11 @@ SPECIAL: dict[str, Special] = {
     "gpt_neo": Special(fields={"attention_types": [[["global", "local"], 1]]}),
     "granitemoehybrid": Special(fields={"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}),
     "lfm2_moe": Special(fields={"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}),
-    "lightglue": Special(inputs=_pairs_of_images),
+    "lightglue": Special(inputs=special_inputs.pairs_of_images),
     "longformer": Special(fields={"attention_window": [4, 4]}),
-    "lxmert": Special(inputs=_lxmert),
+    "lxmert": Special(inputs=special_inputs.lxmert),
     "mamba2": Special(fields={"num_heads": 8, "head_dim": 16}),
-    "neucodec": Special(inputs=_codec_pair),
+    "neucodec": Special(inputs=special_inputs.codec_pair, level="depth"),
     "omdet_turbo": Special(
         fields={
             "backbone_config": ResNetConfig(
@@ -346,12 +212,14 @@ SPECIAL: dict[str, Special] = {
             ),
             "apply_layernorm_after_vision_backbone": False,
         },
-        inputs=_omdet,
+        inputs=special_inputs.omdet,
     ),
-    "oneformer": Special(inputs=_oneformer),
-    "pix2struct": Special(inputs=_pix2struct),
-    "pp_ocrv5_mobile_rec": Special(inputs=_text_line),
-    "pp_ocrv5_server_rec": Special(inputs=_text_line),
+    "oneformer": Special(inputs=special_inputs.oneformer),
+    "pix2struct": Special(inputs=special_inputs.pix2struct),
+    "pp_ocrv5_mobile_rec": Special(classes=("PPOCRV5MobileRecForTextRecognition",), inputs=special_inputs.text_line),
+    "pp_ocrv5_server_rec": Special(classes=("PPOCRV5ServerRecForTextRecognition",), inputs=special_inputs.text_line),
+    "pp_ocrv6_small_rec": Special(classes=("PPOCRV6SmallRecForTextRecognition",), inputs=special_inputs.text_line),
+    "pp_ocrv6_tiny_rec": Special(classes=("PPOCRV6TinyRecForTextRecognition",), inputs=special_inputs.text_line),
     "qwen4_exp": Special(
         fields={
             "text_config__indexer_n_heads": 4,
@@ -371,9 +239,9 @@ SPECIAL: dict[str, Special] = {
             "local_attn_chunk_length": 4,
         }
     ),
-    "seggpt": Special(inputs=_seggpt),
-    "superglue": Special(inputs=_pairs_of_images),
-    "xcodec2": Special(inputs=_codec_pair),
+    "seggpt": Special(inputs=special_inputs.seggpt),
+    "superglue": Special(inputs=special_inputs.pairs_of_images),
+    "xcodec2": Special(inputs=special_inputs.codec_pair, level="depth"),
     "xmod": Special(fields={"default_language": "en_XX"}),
     "zamba": Special(
         fields={
