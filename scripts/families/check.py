@@ -18,6 +18,7 @@ from attndiag.errors import NothingCapturedError
 from attndiag.hooks.certify import certify
 from attndiag.hooks.record import AttentionCall
 from families.build import BuiltFamily, CouldNotBuildError, brief, build_family, more_models, run, tensors_of
+from families.reported import compare, reported_weights, shapes
 from families.source import family_source, family_sources
 
 # Above this many weights a call is certified on eight of its rows.
@@ -86,11 +87,13 @@ def _capture(built: BuiltFamily) -> Record:
     started = time.perf_counter()
     refusals: list[Any] = []
     calls: list[Record] = []
+    opinion: Record = {}
     try:
         with attndiag.capture(built.model) as captured:
             outputs = _outputs(built)
         calls = [_measured(call) for call in captured.calls]
         refusals = captured.refusals
+        opinion = _second_opinion(built, captured.calls)
     except NothingCapturedError as error:
         seconds = round(time.perf_counter() - started, 3)
         outcome = "refused" if ran else "no attention"
@@ -98,6 +101,7 @@ def _capture(built: BuiltFamily) -> Record:
     except Exception as error:  # the point of the sweep is to see which families do this
         return {"outcome": "error", "reason": brief(error), "ran": _classes(ran)}
     record = _summary(calls) | {
+        "second_opinion": opinion,
         "capture_seconds": round(time.perf_counter() - started, 3),
         "bit_equal": _same(expected, outputs),
         "repeatable": repeatable,
@@ -105,6 +109,18 @@ def _capture(built: BuiltFamily) -> Record:
         "missed": _missed(ran, [call["module"] for call in calls], [refusal.module_name for refusal in refusals]),
     }
     return record | _judged(record)
+
+
+def _second_opinion(built: BuiltFamily, calls: list[AttentionCall]) -> Record:
+    """Captured weights against those that the model reports, for calls that are small enough to hold."""
+    small = [call for call in calls if call.n_queries * call.n_keys * call.n_heads * call.z.shape[0] <= 2_000_000]
+    reported = reported_weights(built)
+    patterns = [call.pattern for call in small]
+    return compare(patterns, reported) | {
+        "compared": len(small),
+        "captured_shapes": shapes(patterns)[:6],
+        "reported_shapes": shapes(reported)[:6],
+    }
 
 
 def _judged(record: Record) -> Record:
