@@ -2,7 +2,7 @@
 
     python scripts/bench_capture.py [--model default] [--lengths 128 512] [--rounds 7] [--skip-lens]
 
-Contenders, interleaved round by round so that a busy machine hits all of them alike:
+Each contender takes turns with the plain forward, so that a busy machine hits both alike:
 the plain forward, attndiag's capture, the same with the sampled and with the full certificate,
 transformers' eager attention with `output_attentions=True`, TransformerLens `run_with_cache`.
 Times are process CPU seconds, medians over the rounds, as ratios to the plain forward of the same length.
@@ -49,6 +49,13 @@ def contenders(
     if bridge is not None:
         table["TransformerLens run_with_cache"] = lambda ids: bridge.run_with_cache(ids)
     return table
+
+
+def cpu_seconds(run: Callable, ids: torch.Tensor) -> float:
+    """CPU seconds of one run in this process."""
+    start = time.process_time()
+    run(ids)
+    return time.process_time() - start
 
 
 def peak_memory(model: str, n: int, capture: bool, queue: multiprocessing.Queue) -> None:
@@ -103,15 +110,10 @@ def main() -> None:
     ratios: dict[str, list[float]] = {name: [] for name in table}
     for n in options.lengths:
         ids = torch.randint(100, 10_000, (1, n), generator=torch.Generator().manual_seed(0))
-        seconds: dict[str, list[float]] = {name: [] for name in table}
-        for _ in range(options.rounds + 1):  # the first round warms up
-            for name, run in table.items():
-                start = time.process_time()
-                run(ids)
-                seconds[name].append(time.process_time() - start)
-        plain = seconds["plain forward"][1:]
-        for name, values in seconds.items():
-            ratios[name].append(statistics.median(v / p for v, p in zip(values[1:], plain, strict=True)))
+        plain = table["plain forward"]
+        for name, run in table.items():
+            pairs = [(cpu_seconds(run, ids), cpu_seconds(plain, ids)) for _ in range(options.rounds + 1)]
+            ratios[name].append(statistics.median(own / other for own, other in pairs[1:]))  # the first pair warms up
     for name, values in ratios.items():
         write(f"{name:34}" + "".join(f"{value:<14.3f}" for value in values) + "\n")
     if options.skip_memory:

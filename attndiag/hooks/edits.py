@@ -239,7 +239,7 @@ class _Session:
         if not mine or returned is None or self._silent() or any(_carries(returned, each.z) for each in mine):
             return
         given = {key: value for key, value in self._arguments[name].items() if key not in CACHE_ARGUMENTS}
-        with without_hooks(module), listening_apart(), torch.no_grad():
+        with without_hooks(module), listening_apart(), edits_paused(), torch.no_grad():
             unedited = first_tensor(module(**given))
         if unedited is None or torch.equal(unedited, returned):
             raise UnsupportedModelError(
