@@ -26,7 +26,7 @@ from attndiag.errors import UnsupportedModelError, UnverifiedCaptureError
 from attndiag.hooks.edit_kinds import AttentionOff, Edit, Patch, acts_on_heads, edited_heads, fitted
 from attndiag.hooks.edit_log import Applied, EditLog
 from attndiag.hooks.live import LiveCall, TokenFrame
-from attndiag.hooks.pausing import are_edits_paused
+from attndiag.hooks.pausing import are_edits_paused, edits_paused
 from attndiag.hooks.recorder import as_heads
 from attndiag.hooks.routed import RoutedArguments, listening, listening_apart
 from attndiag.hooks.sites import BlockSites, site_of, without_hooks

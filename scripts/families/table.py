@@ -6,11 +6,12 @@ from collections import Counter
 from typing import Any
 
 from families.check import OUTCOMES
+from families.reported import OTHERWISE
 from families.source import family_sources
 
 Record = dict[str, Any]
 _COLUMNS = (
-    "family", "model", "route", "kernel", "calls", "bit-equal", "A v - z", "formula", "z W_O - out", "out", "outcome",
+    "family", "model", "route", "kernel", "calls", "bit-equal", "A v - z", "formula", "z W_O - out", "out", "reported",
     "note",
 )  # fmt: skip
 
@@ -40,16 +41,47 @@ def render(records: list[Record], version: str) -> str:
         "",
         *_counts(records),
         "",
-        "## Captured",
-        "",
-        *_captured([record for record in records if record.get("calls")]),
-        "",
-        "## Without a captured call",
-        "",
-        *_others([record for record in records if not record.get("calls")]),
+        "Errors are the largest over all calls, relative to the largest entry of what they are compared with. `calls` "
+        "counts the attention calls of one forward, `out` names the output projection. `reported` counts captured "
+        "patterns that equal weights which the model itself returns under eager attention, of those of a shape that it "
+        "returns at all; empty where it returns none. A second line of a family is another model of it, with "
+        "attention classes that the first does not hold.",
         "",
     ]
+    for title, chosen in _sections(records):
+        if chosen:
+            parts += [f"## {title} ({len({record['family'] for record in chosen})})", "", *_lines(chosen), ""]
     return "\n".join(parts)
+
+
+def _sections(records: list[Record]) -> list[tuple[str, list[Record]]]:
+    models = [{"family": record["family"]} | model for record in records for model in (record, *record.get("more", []))]
+
+    def having(outcome: str, route: str | None = None) -> list[Record]:
+        found = [model for model in models if model["outcome"] == outcome]
+        if route is None:
+            return found
+        return [model for model in found if ("traced" in model["routes"]) == (route == "traced")]
+
+    return [
+        ("Certified, routed", having("certified", "routed")),
+        ("Certified, traced", having("certified", "traced")),
+        ("Certified in part, other layers refused", having("partly")),
+        ("Weights certified, no additive output projection", having("weights only")),
+        ("Not certified", having("not certified")),
+        ("Output changed", having("changed")),
+        ("Attention that was missed", having("missed")),
+        ("Errors", having("error")),
+        ("Refused", having("refused")),
+        ("No attention", having("no attention")),
+        ("Could not be built here", having("not built")),
+    ]
+
+
+def _lines(models: list[Record]) -> list[str]:
+    if models[0]["outcome"] == "no attention":
+        return [", ".join(f"{model['family']} ({model['model']})" for model in models)]
+    return _captured(models) if models[0].get("calls") else _others(models)
 
 
 def _counts(records: list[Record]) -> list[str]:
@@ -68,38 +100,35 @@ def _counts(records: list[Record]) -> list[str]:
     return lines
 
 
-def _captured(records: list[Record]) -> list[str]:
-    lines = [
-        "Errors are the largest over all calls, relative to the largest entry of what they are compared with. "
-        "`calls` counts attention calls of one forward; `out` names the output projection.",
-        "",
-        f"| {' | '.join(_COLUMNS)} |",
-        f"|{'---|' * len(_COLUMNS)}",
-    ]
-    models = [model for record in records for model in (record, *record["more"])]
-    for record in models:
-        if not record.get("calls"):
-            continue
+def _captured(models: list[Record]) -> list[str]:
+    lines = [f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}"]
+    for model in models:
         cells = [
-            record.get("family", ""),
-            record["model"],
-            _names(record["routes"]),
-            _names(record["kernels"]),
-            str(record["calls"]),
-            "yes" if record["bit_equal"] else "no",
-            _error(record["value_error"]),
-            _error(record["formula_error"]),
-            _error(record["output_error"]),
-            _names(record["outputs"]),
-            record["outcome"],
-            _note(record),
+            model["family"],
+            model["model"],
+            _names(model["routes"]),
+            _names(model["kernels"]),
+            str(model["calls"]),
+            "yes" if model["bit_equal"] else "no",
+            _error(model["value_error"]),
+            _error(model["formula_error"]),
+            _error(model["output_error"]),
+            _names(model["outputs"]),
+            _reported(model["second_opinion"]),
+            _note(model),
         ]
         lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
     return lines
 
 
+def _reported(opinion: Record) -> str:
+    return f"{opinion['confirmed']} of {opinion['comparable']}" if opinion.get("comparable") else ""
+
+
 def _note(record: Record) -> str:
     notes = [record["reason"]] if record["reason"] else []
+    if record["second_opinion"].get("confirmed") != record["second_opinion"].get("comparable"):
+        notes.append(f"reported otherwise: {OTHERWISE.get(record['family'], 'not looked into')}")
     if record["gated"]:
         notes.append("gated output")
     if record.get("never_ran"):
