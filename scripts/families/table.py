@@ -122,12 +122,14 @@ def _captured(models: list[Record]) -> list[str]:
 
 
 def _reported(opinion: Record) -> str:
-    return f"{opinion['confirmed']} of {opinion['comparable']}" if opinion.get("comparable") else ""
+    if not opinion.get("comparable"):
+        return ""
+    return f"{min(opinion['confirmed'], opinion['comparable'])} of {opinion['comparable']}"
 
 
 def _note(record: Record) -> str:
     notes = [record["reason"]] if record["reason"] else []
-    if record["second_opinion"].get("confirmed") != record["second_opinion"].get("comparable"):
+    if record["second_opinion"].get("confirmed", 0) < record["second_opinion"].get("comparable", 0):
         notes.append(f"reported otherwise: {OTHERWISE.get(record['family'], 'not looked into')}")
     if record["gated"]:
         notes.append("gated output")
