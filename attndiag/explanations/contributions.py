@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attndiag.core import contributions as maths
+from attndiag.core.attention import forbidden_entries
 from attndiag.core.fused import attention_contributions
 from attndiag.core.norms import FoldedOutput, fold_output
 from attndiag.errors import NotApplicableError
@@ -123,7 +124,13 @@ def contributions(
         raise NotApplicableError(f"kind is {kind!r}; expected one of {', '.join(_FORMS)}")
     if backend not in get_args(Backend):
         raise NotApplicableError(f"backend is {backend!r}; expected one of {', '.join(get_args(Backend))}")
+    if norm not in get_args(Norm):
+        raise NotApplicableError(f"norm is {norm!r}; expected one of {', '.join(get_args(Norm))}")
+    if certificate not in get_args(CertificateKind):
+        raise NotApplicableError(f"certificate is {certificate!r}; expected {' or '.join(get_args(CertificateKind))}")
     form = _FORMS[kind]
+    if form.residual:
+        _require_own_keys(call, kind)
     if form.residual and call.kind == "cross":
         raise NotApplicableError(
             f"{kind} puts the residual on the diagonal, and in cross-attention ({call.module_name}) no key is the "
@@ -169,6 +176,24 @@ def contributions(
         },
         failures=tuple(failures),
     )
+
+
+def _require_own_keys(call: AttentionCall, kind: Kind) -> None:
+    """Refuse the diagonal where it cannot be told: a static cache leaves empty room behind the newest token."""
+    mask = call.mask
+    if mask is None or call.kind == "cross" or call.diagonal_offset <= 0 or mask.shape[-1] != call.n_keys:
+        return
+    allowed = mask if mask.dtype == torch.bool else ~forbidden_entries(mask)
+    if mask.ndim < 2 or mask.shape[-2] != call.n_queries:
+        return
+    own = allowed.diagonal(call.diagonal_offset, dim1=-2, dim2=-1)
+    if call.query_valid is not None:
+        own = own | ~call.query_valid[:, None, :]
+    if not bool(own.all()):
+        raise NotApplicableError(
+            f"{kind} needs to know which key is the query itself, and in {call.module_name} the newest keys are masked "
+            "(a static cache has empty room at its end); use a dynamic cache, or `contribution`, which has no diagonal"
+        )
 
 
 def _choose_backend(

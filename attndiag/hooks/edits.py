@@ -30,7 +30,7 @@ from attndiag.hooks.pausing import are_edits_paused, edits_paused
 from attndiag.hooks.recorder import as_heads
 from attndiag.hooks.routed import RoutedArguments, listening, listening_apart
 from attndiag.hooks.sites import BlockSites, site_of, without_hooks
-from attndiag.hooks.structure import bound_arguments, first_tensor, modules_to_trace
+from attndiag.hooks.structure import bound_arguments, first_tensor, head_count, modules_to_trace
 from attndiag.hooks.traced import TracedSoftmax, watching_softmax
 from attndiag.models.load import LoadedModel
 from attndiag.models.projections import is_linear_like
@@ -336,12 +336,9 @@ class _Session:
         return edited.reshape(tensor.shape)
 
     # ------------------------------------------------------------------------------------------------------- tracing
-    def _start_tracing(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        hidden = first_tensor(args or tuple(kwargs.values()))
+    def _start_tracing(self, module: nn.Module, _args: tuple, _kwargs: dict) -> None:
         stack = ExitStack()
-        stack.enter_context(
-            watching_softmax(lambda seen: self._on_softmax(module, seen), None if hidden is None else hidden.shape[0])
-        )
+        stack.enter_context(watching_softmax(lambda seen: self._on_softmax(module, seen), head_count(module)))
         self._tracers.append(stack)
 
     def _stop_tracing(self, _module: nn.Module, _args: tuple, _output: Any) -> None:

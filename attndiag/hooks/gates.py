@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attndiag.hooks.pausing import edits_paused
 from attndiag.hooks.residual import FIT_TOLERANCE
 from attndiag.hooks.routed import RoutedArguments, listening, listening_apart
 
@@ -76,7 +77,7 @@ def _input_under(module: nn.Module, projection: nn.Module, z: Tensor, arguments:
     handle = projection.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
     listener = _ReplaceZ(module, z.detach())
     try:
-        with listening_apart(), listening(listener), torch.no_grad():
+        with edits_paused(), listening_apart(), listening(listener), torch.no_grad():
             module(**arguments)
     finally:
         handle.remove()

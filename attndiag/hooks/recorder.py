@@ -21,11 +21,12 @@ from attndiag.hooks.gates import find_output_gate
 from attndiag.hooks.pending import GateCandidate, PendingCall, split_chunks
 from attndiag.hooks.record import AttentionCall
 from attndiag.hooks.residual import BlockTrace, SeenChild, SeenNorm
-from attndiag.hooks.routed import RoutedArguments, kernel_terms
+from attndiag.hooks.routed import DROPOUT_IS_ACTIVE, RoutedArguments, kernel_terms
 from attndiag.hooks.structure import (
     block_names,
     bound_arguments,
     first_tensor,
+    head_count,
     is_norm,
     layer_of,
     looks_like_attention,
@@ -205,6 +206,8 @@ class Recorder:
         if self._replaying:
             return output
         z = output[0] if isinstance(output, tuple | list) else output
+        if arguments.options.get("dropout"):
+            raise UnsupportedModelError(DROPOUT_IS_ACTIVE)
         q, k, v = arguments.q, arguments.k, arguments.v
         if q.ndim == k.ndim == 4 and q.shape[0] == 1 < k.shape[0]:
             q = q.expand(k.shape[0], -1, -1, -1)  # learned queries, the same for every row
@@ -431,11 +434,9 @@ class Recorder:
             return None
         return mask[:, -n_queries:]
 
-    def _start_tracing(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        hidden = first_tensor(args or tuple(kwargs.values()))
+    def _start_tracing(self, module: nn.Module, _args: tuple, _kwargs: dict) -> None:
         stack = ExitStack()
-        batch = None if hidden is None else hidden.shape[0]
-        stack.enter_context(watching_softmax(lambda seen: self._on_softmax(module, seen), batch))
+        stack.enter_context(watching_softmax(lambda seen: self._on_softmax(module, seen), head_count(module)))
         self._tracers.append(stack)
 
     def _stop_tracing(self, _module: nn.Module, _args: tuple, _output: Any) -> None:

@@ -26,6 +26,9 @@ from attndiag.core.masks import causal_mask, intersect, padding_mask, window_mas
 
 _REAL_GET_INTERFACE = AttentionInterface.get_interface
 _REAL_GETITEM = AttentionInterface.__getitem__
+DROPOUT_IS_ACTIVE = (
+    "dropout acts on the attention weights, so identical inputs give different weights. Call model.eval()"
+)
 _lock = threading.RLock()
 _listeners: list[RoutedListener] = []
 

@@ -81,6 +81,16 @@ def modules_to_trace(modules: Mapping[str, nn.Module]) -> set[str]:
     return chosen
 
 
+def head_count(module: nn.Module) -> int | None:
+    """How many heads an attention module says it has, itself or the part of it that computes; None if it does not."""
+    for part in module.modules():
+        for name in ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead"):
+            value = getattr(part, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None
+
+
 def is_norm(module: nn.Module) -> bool:
     """True for leaf modules that call themselves a norm and hold vectors at most."""
     if "norm" not in type(module).__name__.lower() or next(module.children(), None) is not None:

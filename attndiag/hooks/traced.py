@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from attndiag.core.masks import causal_mask
 from attndiag.errors import UnsupportedModelError
+from attndiag.hooks.routed import DROPOUT_IS_ACTIVE
 
 _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 _PASSES_ON = {
@@ -59,23 +60,23 @@ OnSoftmax = Callable[[TracedSoftmax], Tensor | None]
 
 
 @contextmanager
-def watching_softmax(on_softmax: OnSoftmax, batch: int | None):
+def watching_softmax(on_softmax: OnSoftmax, n_heads: int | None):
     """Report every softmax-times-values product until the context is left.
 
     Parameters
     ----------
     on_softmax : called with each; where it returns a tensor, the model goes on with these head outputs instead.
-    batch : batch size, to split patterns that come as [batch * head, query_pos, key_pos].
+    n_heads : head count, to split patterns that come as [batch * head, query_pos, key_pos]; None leaves those alone.
     """
-    with _SoftmaxWatch(on_softmax, batch):
+    with _SoftmaxWatch(on_softmax, n_heads):
         yield
 
 
 class _SoftmaxWatch(TorchFunctionMode):
-    def __init__(self, on_softmax: OnSoftmax, batch: int | None) -> None:
+    def __init__(self, on_softmax: OnSoftmax, n_heads: int | None) -> None:
         super().__init__()
         self._on_softmax = on_softmax
-        self._batch = batch
+        self._n_heads = n_heads
         self._tagged: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -88,10 +89,12 @@ class _SoftmaxWatch(TorchFunctionMode):
         elif (func in _SOFTMAX and isinstance(output, Tensor) and output.ndim >= 3) or (
             func in _PASSES_ON and args and id(args[0]) in self._tagged and isinstance(output, Tensor)
         ):
+            if func in (F.dropout, torch.dropout) and not torch.equal(output, args[0]):
+                raise UnsupportedModelError(DROPOUT_IS_ACTIVE)
             self._tagged[id(output)] = output
             seen = None
         elif func in _PRODUCTS and len(args) == 2 and id(args[0]) in self._tagged:
-            seen = _from_product(self._tagged.pop(id(args[0])), args[1], output, self._batch)
+            seen = _from_product(self._tagged.pop(id(args[0])), args[1], output, self._n_heads)
         elif func is torch.einsum and len(args) == 3 and id(args[1]) in self._tagged:
             seen = _from_einsum(args[0], self._tagged.pop(id(args[1])), args[2], output)
         else:
@@ -104,10 +107,11 @@ class _SoftmaxWatch(TorchFunctionMode):
         return seen.restore(edited)
 
 
-def _from_product(pattern: Tensor, v: Tensor, z: Tensor, batch: int | None) -> TracedSoftmax | None:
+def _from_product(pattern: Tensor, v: Tensor, z: Tensor, n_heads: int | None) -> TracedSoftmax | None:
     shape = z.shape
-    if pattern.ndim == 3 and v.ndim == 3 and batch and pattern.shape[0] % batch == 0:
-        pattern, v, z = (tensor.unflatten(0, (batch, -1)) for tensor in (pattern, v, z))
+    if pattern.ndim == 3 and v.ndim == 3 and n_heads and pattern.shape[0] % n_heads == 0:
+        # by the head count, never by the first axis of the input: sequence-first modules have the length there
+        pattern, v, z = (tensor.unflatten(0, (-1, n_heads)) for tensor in (pattern, v, z))
     if pattern.ndim != 4 or v.ndim != 4 or pattern.shape[-1] != v.shape[-2]:
         return None
     v = v.expand(pattern.shape[0], -1, -1, -1)

@@ -18,7 +18,7 @@ from attndiag.errors import UnsupportedModelError
 from attndiag.hooks.live import LiveCall, TokenFrame
 from attndiag.hooks.recorder import as_heads
 from attndiag.hooks.routed import RoutedArguments, listening
-from attndiag.hooks.structure import first_tensor, modules_to_trace
+from attndiag.hooks.structure import head_count, modules_to_trace
 from attndiag.hooks.traced import TracedSoftmax, watching_softmax
 
 Mode = Literal["remove", "renormalize"]
@@ -152,10 +152,9 @@ def losing_edges(model: nn.Module, name: str, stream: str) -> Iterator[_VariantL
     handles: list[Any] = []
     open_watches: list[ExitStack] = []
 
-    def start(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-        hidden = first_tensor(args or tuple(kwargs.values()))
+    def start(module: nn.Module, _args: tuple, _kwargs: dict) -> None:
         stack = ExitStack()
-        stack.enter_context(watching_softmax(listener.on_softmax, None if hidden is None else hidden.shape[0]))
+        stack.enter_context(watching_softmax(listener.on_softmax, head_count(module)))
         open_watches.append(stack)
 
     def stop(_module: nn.Module, _args: tuple, _output: Any) -> None:

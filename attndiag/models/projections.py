@@ -79,4 +79,4 @@ class OutputProjection:
 
     def _apply(self, rows: Tensor) -> Tensor:
         with torch.no_grad():
-            return self.module(rows)
+            return self.module.forward(rows)  # not through hooks: an edit or a capture may be on

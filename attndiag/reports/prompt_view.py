@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from attndiag.core.dispatch import require_memory
 from attndiag.errors import AttnDiagError, UnsupportedModelError
 from attndiag.explanations.contributions import contributions
 from attndiag.hooks.capture_context import capture
@@ -199,6 +200,7 @@ def view_prompt(
     """
     prompt = Prompt(prompt) if isinstance(prompt, str) else prompt
     encoded = lm.encode(prompt)
+    _require_memory_for_maps(lm, encoded)
     layers: list[LayerMaps] = []
 
     def keep(call: AttentionCall) -> None:
@@ -220,6 +222,16 @@ def view_prompt(
         "certified": f"{sum(layer.certified for layer in layers)} of {len(layers)} layers",
     }
     return PromptView(prompt, queries, keys, tuple(layers), about)
+
+
+def _require_memory_for_maps(lm: LoadedModel, encoded: Encoded) -> None:
+    """Refuse a text whose maps of every head would not fit, before anything runs."""
+    config, length = lm.config, int(encoded.lengths.max())
+    layers, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
+    if isinstance(layers, int) and isinstance(heads, int):
+        maps = layers * (2 * heads + 1)  # weight and head contribution of each head, contribution of the layer
+        remedy = f"the text has {length} tokens, and every map is kept; shorten it, or take attndiag.top_contributions"
+        require_memory(4 * maps * length * length, None, lm.device, remedy)
 
 
 def _axes(encoded: Encoded, layers: list[LayerMaps]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -159,6 +159,23 @@ def test_sinks_keep_their_mass_in_a_column_of_their_own():
         torch.testing.assert_close(call.pattern.sum(-1) + call.sink_mass, torch.ones_like(call.sink_mass))
 
 
+@pytest.mark.parametrize("length", [4, 8, 9])
+def test_sequence_first_modules_keep_batch_and_heads_apart(length):
+    """With the length as first axis, a split by it can look right by chance (2 rows of 4 heads, 8 or 4 positions)."""
+    config = AutoConfig.for_model(
+        "fsmt", langs=["en", "de"], src_vocab_size=64, tgt_vocab_size=64, d_model=32, encoder_layers=1,
+        decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48,
+    )  # fmt: skip
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    ids = torch.randint(4, 64, (2, length), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), attndiag.capture(model) as captured:
+        model(input_ids=ids, decoder_input_ids=ids)
+    assert len(captured.calls) == 3
+    for call in captured.calls:
+        assert (call.z.shape[0], call.n_heads, call.n_queries) == (2, 4, length)
+        assert call.certificate.check().output_error is not None
+
+
 def test_two_calls_of_one_module_are_told_apart():
     model = build("diffllama", GQA, AutoModelForCausalLM)
     with torch.no_grad(), attndiag.capture(model) as captured:

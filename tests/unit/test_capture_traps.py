@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     BertConfig,
     BertModel,
     FalconConfig,
@@ -177,6 +179,18 @@ def test_8_active_dropout_is_refused_and_modes_are_left_alone():
     assert model.training
     calls_of(model.eval(), IDS)
     assert not model.training
+
+
+@pytest.mark.parametrize("family", ["llama", "mpt"])
+def test_8_dropout_that_only_the_attention_function_knows_is_refused(family):
+    settings = {
+        "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+                  "attention_dropout": 0.5},
+        "mpt": {"d_model": 32, "n_layers": 1, "n_heads": 4, "attn_config": {"attn_pdrop": 1}},
+    }[family]  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=64, **settings)).train()
+    with pytest.raises(UnsupportedModelError, match=r"dropout.*model\.eval\(\)"), attndiag.capture(model):
+        model(IDS)
 
 
 def test_9_patterns_are_computed_on_demand_and_not_kept(tiny_llama):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BertConfig, BertModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BertConfig, BertModel, StaticCache
 
 import attndiag
 from attndiag.errors import NotApplicableError
@@ -209,12 +209,29 @@ def test_fused_refuses_what_it_cannot_do_and_auto_falls_back_without_changing_a_
     assert torch.equal(auto.values, reference.values)
 
 
+def test_a_static_cache_has_no_diagonal_to_guess(tiny_llama):
+    ids = torch.randint(2, 64, (1, 6))
+    cache = StaticCache(config=tiny_llama.config, max_cache_len=9)
+    with torch.no_grad(), attndiag.capture(tiny_llama, layers=[1]) as captured:
+        tiny_llama(ids, past_key_values=cache)
+    call = captured.calls[0]
+    whole = attndiag.contributions(capture_one(tiny_llama, ids, 1)).values
+    torch.testing.assert_close(attndiag.contributions(call).values[..., :6], whole, atol=1e-5, rtol=1e-4)
+    for kind in ("contribution_residual", "mixing_ratio", "alti"):
+        with pytest.raises(NotApplicableError, match="dynamic cache"):
+            attndiag.contributions(call, kind)
+
+
 def test_wrong_names_are_refused_with_the_right_ones(tiny_llama):
     call = capture_one(tiny_llama, torch.arange(2, 12)[None])
     with pytest.raises(NotApplicableError, match="expected one of weight"):
         attndiag.contributions(call, "importance")
     with pytest.raises(NotApplicableError, match="expected one of auto"):
         attndiag.contributions(call, "weight", backend="cuda")
+    with pytest.raises(NotApplicableError, match="expected one of own"):
+        attndiag.contributions(call, "contribution_norm", norm="nxt")
+    with pytest.raises(NotApplicableError, match="expected full or sampled"):
+        attndiag.contributions(call, "weight", certificate="ful")
     with pytest.raises(NotApplicableError, match="direction"):
         attndiag.contributions(call, "target_attribution")
 
