@@ -142,7 +142,10 @@ class RunFolder:
         is in place.
         """
         self.merge_shards(tables)
-        self._mark(self.about, finished=True)
+        about = dict(self.about)
+        if "runs" in tables and tables["runs"].num_rows:
+            about["runs"] = about.get("runs", {}) | {"status": tables["runs"].column("status")[0].as_py()}
+        self._mark(about, finished=True)
         shards = self.path / "shards"
         with explained(shards):
             if shards.is_dir():
@@ -154,15 +157,14 @@ class RunFolder:
         In an unfinished run the shards stay the source: the next call merges again.
         """
         given = tables or {}
-        for name in TABLES:
-            whole = given.get(name)
-            self.write_table(self._merged(name), whole if whole is not None else self._from_shards(name))
-        self.export_csv()
+        merged = {name: given[name] if name in given else self._from_shards(name) for name in TABLES}
+        for name, table in merged.items():
+            self.write_table(self._merged(name), table)
+        self.export_csv(merged)
 
-    def export_csv(self) -> None:
+    def export_csv(self, merged: Mapping[str, pa.Table]) -> None:
         """Each table as CSV (gzipped above 100,000 rows); `columns.csv` and `measures.csv` say what is in them."""
-        for name in TABLES:
-            table = self.arrow(name)
+        for name, table in merged.items():
             plain, packed = (self.path / "tables" / f"{name}.csv{end}" for end in ("", ".gz"))
             wanted, other = (plain, packed) if table.num_rows <= PLAIN_CSV_ROWS else (packed, plain)
             self._write(wanted, lambda file, table=table, path=wanted: _write_csv(file, table, path.suffix == ".gz"))

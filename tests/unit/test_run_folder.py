@@ -42,10 +42,14 @@ def test_an_unfinished_run_reads_like_a_finished_one(tmp_path: Path) -> None:
     assert before.prompt.tolist() == ["0", "1"]
     assert run.read("heads").empty
 
-    run.finish({"runs": RUNS.table({"run": "r", "n_prompts": [3]})})
+    run.finish({"runs": RUNS.table({"run": "r", "n_prompts": [3], "status": ["complete"]})})
     assert RunFolder.open(tmp_path / "out").finished
     pd.testing.assert_frame_equal(run.read("prompts"), before)
     assert run.read("timings").seconds.tolist() == [0.1, 0.2, 0.1, 0.2]
+    # the table of the whole run is in the CSV too, and the marker does not contradict it
+    exported = pd.read_csv(tmp_path / "out" / "tables" / "runs.csv")
+    assert (exported.n_prompts.tolist(), exported.status.tolist()) == ([3], ["complete"])
+    assert RunFolder.open(tmp_path / "out").about["runs"]["status"] == "complete"
     assert not (tmp_path / "out" / "shards").exists()
     names = {path.name for path in (tmp_path / "out" / "tables").iterdir()}
     assert names >= {f"{table}{end}" for table in TABLES for end in (".parquet", ".csv")}
@@ -103,7 +107,8 @@ def test_large_tables_are_gzipped_and_equal_tables_give_equal_files(
         assert path.read_bytes() == (tmp_path / "two" / "tables" / path.name).read_bytes()
     # the plain file of an earlier export does not stay behind
     monkeypatch.setattr(folder_module, "PLAIN_CSV_ROWS", 100)
-    RunFolder.open(tmp_path / "one").export_csv()
+    run = RunFolder.open(tmp_path / "one")
+    run.export_csv({name: run.arrow(name) for name in TABLES})
     assert not packed.exists() and packed.with_suffix("").exists()
 
 
