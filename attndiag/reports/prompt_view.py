@@ -229,7 +229,8 @@ def _require_memory_for_maps(lm: LoadedModel, encoded: Encoded) -> None:
     config, length = lm.config, int(encoded.lengths.max())
     layers, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
     if isinstance(layers, int) and isinstance(heads, int):
-        maps = layers * (2 * heads + 1)  # weight and head contribution of each head, contribution of the layer
+        # kept: weight and head contribution of each head, contribution of the layer; at work: one call in float64 too
+        maps = layers * (2 * heads + 1) + 16 * heads
         remedy = f"the text has {length} tokens, and every map is kept; shorten it, or take attndiag.top_contributions"
         require_memory(4 * maps * length * length, None, lm.device, remedy)
 
