@@ -51,8 +51,8 @@ def find_output_gate(
     z : [batch, query_pos, head, d_value]; inputs : the same number of entries.
     arguments : what the module's forward was called with, by name.
     """
-    # a cache would grow at each run; z is replaced, so what keys there are makes no difference
-    arguments = {name: value for name, value in arguments.items() if name not in _CACHES}
+    # a cache would grow at each run; z is replaced, so neither the keys nor the mask over them make a difference
+    arguments = {name: None if "mask" in name else value for name, value in arguments.items() if name not in _CACHES}
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(z.shape, generator=generator).to(device=z.device, dtype=z.dtype)
     gate = _input_under(module, projection, torch.ones_like(z), arguments)

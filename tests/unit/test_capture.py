@@ -234,6 +234,14 @@ def test_gate_search_leaves_a_cache_as_it_was():
     assert [c.n_keys for c in captured.calls if c.layer == 0] == [N, N + 1, N + 2, N + 3]
     for call in captured.calls:
         call.certificate.check()
+    # several new tokens behind a cache: the mask spans keys that the trial runs do not have
+    with torch.no_grad():
+        past = model(ids[:, :12]).past_key_values
+        with attndiag.capture(model) as captured:
+            model(ids[:, 12:15], past_key_values=past)
+    for call in captured.calls:
+        assert call.output_gate is not None
+        call.certificate.check()
 
 
 def test_layers_filter_and_its_mistakes(tiny_llama):
