@@ -31,7 +31,7 @@ class TopContributions:
     ----------
     scores : [batch, query_pos, rank], the contributions ‖T_ij‖ of each query's strongest keys, descending, residual
         norms; nan where a query has fewer keys, and for padded queries.
-    stream : the keys behind them and every total (`core.streaming.StreamResult`).
+    stream : the keys behind them and every total (`core.streaming.StreamResult`); totals count padded queries too.
     """
 
     scores: Scores
@@ -72,7 +72,8 @@ def top_contributions(
 
     Raises
     ------
-    NotApplicableError : q and k were not seen, the head outputs are gated, or there is no output projection.
+    NotApplicableError : q and k were not seen, or the head outputs are gated.
+    UnsupportedModelError : there is no output projection; the text says why.
     ShapeError : `top_k` exceeds the keys, or a row does not exist.
     InsufficientMemoryError : even the streaming estimate exceeds what is available.
     """
@@ -103,9 +104,6 @@ def top_contributions(
     values = stream.top_contribution.masked_fill(stream.top_index < 0, torch.nan)
     if call.query_valid is not None:
         values = values.masked_fill(~call.query_valid[..., None], torch.nan)
-    failures = list(proof.failures)
-    if not proof.formula_passed and not failures:
-        failures.append("the recorded formula was not checked")
     scores = Scores(
         values=values,
         axes=("batch", "query_pos", "rank"),
@@ -121,6 +119,6 @@ def top_contributions(
             "dtype": str(work).removeprefix("torch."),
         },
         checks={"formula_error": proof.formula_error, "output_error": proof.output_error, "certified_rows": proof.rows},
-        failures=tuple(failures),
+        failures=proof.failures,
     )
     return TopContributions(scores, stream)

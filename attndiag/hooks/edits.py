@@ -121,7 +121,6 @@ class _Session:
         self._calls: dict[str, int] = {}
         self._arguments: dict[str, dict[str, Any]] = {}
         self._unproved: list[_Unproved] = []
-        self._lengths: set[int] = set()
 
     def _check(self, edit: Edit) -> None:
         """Refuse what cannot work before anything runs."""
@@ -290,7 +289,6 @@ class _Session:
 
     def _note(self, name: str, before: Tensor, after: Tensor, edits: list[Edit], touched: list[Tensor]) -> None:
         """Log what happened, and hold the edits to what they named."""
-        self._lengths.add(before.shape[1])
         change = (after.detach() - before.detach()).abs().amax(-1)
         named = torch.stack([t.expand(change.shape) for t in touched]).any(0)
         if bool((change[~named] != 0).any()):

@@ -46,7 +46,7 @@ def find_output_gate(
 
     Parameters
     ----------
-    module : the attention module; run three times more, without its cache.
+    module : the attention module; run twice more, without its cache.
     projection : the linear map whose input is compared.
     z : [batch, query_pos, head, d_value]; inputs : the same number of entries.
     arguments : what the module's forward was called with, by name.
