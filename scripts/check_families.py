@@ -1,8 +1,8 @@
 """Capture a small random model of every transformers family and write down what comes of it.
 
-    python scripts/check_families.py run --out /tmp/families [--processes 2] [--only llama bert] [--fresh]
-    python scripts/check_families.py table --out /tmp/families --write docs/families.md
-    python scripts/check_families.py show --out /tmp/families
+    python scripts/check_families.py run --out family-records [--processes 2] [--only llama bert] [--fresh]
+    python scripts/check_families.py table --out family-records --write docs/families.md
+    python scripts/check_families.py show --out family-records
 
 `run` leaves one JSON file a family and goes on where it stopped; `table` renders them.
 """
