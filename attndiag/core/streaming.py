@@ -4,7 +4,7 @@ The walk of `core.fused` without its [query, key] results. Each block of queries
 
 - the `top_k` keys with the largest ‖T_ij‖, with their weights in every head and their cancellation ratio,
 - sums over queries for each key, and for each head and key; entropies; sink mass,
-- whole rows, exactly, for the queries named in `rows`.
+- whole rows, exactly, for the queries named in `rows`, and whole columns for the keys named in `columns`.
 
 Working memory is head * visible keys * a few queries, plus head² * key_pos for the factors: twice the length, twice
 the memory. A window or a block mask shortens the visible keys and so the time as well.
@@ -48,6 +48,7 @@ class StreamResult:
     top_cancellation : [batch, query_pos, top_k], ‖T_ij‖ / sum_h A_ij^h ‖f_j^h‖ in [0, 1]; nan beside index -1.
     top_projection : [batch, query_pos, top_k], <T_ij, direction_i>, signed; None without `directions`.
     row_total : [batch, query_pos], sum_j ‖T_ij‖: what the top keys are a part of.
+    head_row_total : [batch, head, query_pos], sum_j A_ij^h ‖f_j^h‖.
     key_total : [batch, key_pos], sum_i ‖T_ij‖. head_total : [batch, head], sum_ij A_ij^h ‖f_j^h‖.
     head_key_total : [batch, head, key_pos], sum_i A_ij^h ‖f_j^h‖. head_key_weight : the same of A_ij^h alone, mass.
     entropy : [batch, head, query_pos], nats, of the row normalised to mass 1; nan for rows without any mass.
@@ -57,6 +58,8 @@ class StreamResult:
     rows : the queries whose rows were kept. row_contribution : [batch, len(rows), key_pos].
     row_weight : [batch, head, len(rows), key_pos]. row_cancellation : [batch, len(rows), key_pos], nan where nothing
         is written. row_projection : likewise, signed, None without `directions`.
+    columns : the keys whose columns were kept. column_contribution : [batch, query_pos, len(columns)].
+    column_weight : [batch, head, query_pos, len(columns)].
     compiled, refined_pairs, block : whether torch.compile was asked for; pairs repeated in float64; queries a block.
     """
 
@@ -66,6 +69,7 @@ class StreamResult:
     top_cancellation: Tensor
     top_projection: Tensor | None
     row_total: Tensor
+    head_row_total: Tensor
     key_total: Tensor
     head_total: Tensor
     head_key_total: Tensor
@@ -78,6 +82,9 @@ class StreamResult:
     row_weight: Tensor
     row_cancellation: Tensor
     row_projection: Tensor | None
+    columns: tuple[int, ...]
+    column_contribution: Tensor
+    column_weight: Tensor
     compiled: bool
     refined_pairs: int
     block: int
@@ -101,6 +108,7 @@ def stream_contributions(
     directions: Tensor | None = None,
     top_k: int = 16,
     rows: Sequence[int] | Tensor | None = None,
+    columns: Sequence[int] = (),
     compile: CompileChoice = "auto",
     layer: int | str | None = None,
     memory_limit: int | None = None,
@@ -113,6 +121,7 @@ def stream_contributions(
     ----------
     top_k : keys kept for each query, 1 to key_pos. Keys that write nothing are never among them.
     rows : queries whose whole rows are kept; negative ones count from the end.
+    columns : keys whose whole columns are kept; likewise.
     mask, position_bias : a dense [query_pos, key_pos] tensor is itself quadratic in the length; a callable, or a
         tensor that is broadcast over the queries, is not.
 
@@ -122,7 +131,7 @@ def stream_contributions(
 
     Raises
     ------
-    ShapeError : tensors do not fit, an axis is empty, `top_k` exceeds the keys, or a row does not exist.
+    ShapeError : tensors do not fit, an axis is empty, `top_k` exceeds the keys, or a row or column does not exist.
     AttnDiagError : devices are mixed, or an input is not finite (names the heads).
     InsufficientMemoryError : even the streaming estimate exceeds what is available.
     """
@@ -135,17 +144,23 @@ def stream_contributions(
             raise ShapeError(f"top_k is {top_k}; expected 1 to {problem.n_keys}, the number of keys")
         residual = None if residual is None else query_vectors("residual", residual, problem, expand=False)
         directions = None if directions is None else query_vectors("directions", directions, problem, expand=True)
-        kept = _kept_rows(problem, rows)
-        plan = _plan(problem, top_k, len(kept), compile, memory_limit)
-        return _Stream(problem, plan, top_k, kept, residual, directions).run()
+        kept = _places("row", "queries", rows, problem.n_queries)
+        sides = _places("column", "keys", columns, problem.n_keys)
+        plan = _plan(problem, top_k, len(kept), len(sides), compile, memory_limit)
+        return _Stream(problem, plan, top_k, kept, sides, residual, directions).run()
 
 
 def _plan(
-    problem: AttentionProblem, top_k: int, kept_rows: int, compile: CompileChoice, memory_limit: int | None
+    problem: AttentionProblem,
+    top_k: int,
+    kept_rows: int,
+    kept_columns: int,
+    compile: CompileChoice,
+    memory_limit: int | None,
 ) -> KernelPlan:
     heads, block = problem.n_heads, block_queries(problem)
-    numbers = problem.n_queries * (2 * heads + 3 + top_k * (heads + 4)) + problem.n_keys * (4 * heads + 2)
-    numbers += kept_rows * problem.n_keys * (heads + 3)
+    numbers = problem.n_queries * (3 * heads + 3 + top_k * (heads + 4)) + problem.n_keys * (4 * heads + 2)
+    numbers += kept_rows * problem.n_keys * (heads + 3) + kept_columns * problem.n_queries * (heads + 1)
     needed = problem.batch * numbers * problem.q.element_size()
     needed += preparation_bytes(problem, "gram") + 3 * score_bytes(problem, block)
     remedy = "Pass fewer queries at a time with all keys (causal order is aligned at the last key), or a smaller top_k."
@@ -153,12 +168,12 @@ def _plan(
     return KernelPlan("gram", block, wants_compile(compile, problem.q.device, problem.n_queries), needed)
 
 
-def _kept_rows(problem: AttentionProblem, rows: Sequence[int] | Tensor | None) -> tuple[int, ...]:
-    listed = [] if rows is None else [int(row) for row in rows]
-    wrong = [row for row in listed if not -problem.n_queries <= row < problem.n_queries]
+def _places(name: str, of: str, wanted: Sequence[int] | Tensor | None, n: int) -> tuple[int, ...]:
+    listed = [] if wanted is None else [int(place) for place in wanted]
+    wrong = [place for place in listed if not -n <= place < n]
     if wrong:
-        raise ShapeError(f"row {wrong[0]} is outside the {problem.n_queries} queries")
-    return tuple(row % problem.n_queries for row in listed)
+        raise ShapeError(f"{name} {wrong[0]} is outside the {n} {of}")
+    return tuple(place % n for place in listed)
 
 
 class _Stream:
@@ -170,10 +185,11 @@ class _Stream:
         plan: KernelPlan,
         top_k: int,
         kept: tuple[int, ...],
+        columns: tuple[int, ...],
         residual: Tensor | None,
         directions: Tensor | None,
     ) -> None:
-        self.problem, self.plan, self.top_k, self.kept = problem, plan, top_k, kept
+        self.problem, self.plan, self.top_k, self.kept, self.columns = problem, plan, top_k, kept, columns
         self.residual, self.directions = residual, directions
         b, heads, n_q, n_k = problem.batch, problem.n_heads, problem.n_queries, problem.n_keys
         self.top_index = torch.full((b, n_q, top_k), -1, dtype=torch.int64, device=problem.q.device)
@@ -182,6 +198,7 @@ class _Stream:
         self.top_cancellation = self._zeros(b, n_q, top_k).fill_(torch.nan)
         self.top_projection = None if directions is None else self._zeros(b, n_q, top_k)
         self.row_total = self._zeros(b, n_q)
+        self.head_row_total = self._zeros(b, heads, n_q)
         # sums over many queries: float64 until the end
         self.key_total = self._zeros(b, n_k).double()
         self.head_key_total = self._zeros(b, heads, n_k).double()
@@ -193,6 +210,8 @@ class _Stream:
         self.row_weight = self._zeros(b, heads, len(kept), n_k)
         self.row_cancellation = self._zeros(b, len(kept), n_k).fill_(torch.nan)
         self.row_projection = None if directions is None else self._zeros(b, len(kept), n_k)
+        self.column_contribution = self._zeros(b, n_q, len(columns))
+        self.column_weight = self._zeros(b, heads, n_q, len(columns))
 
     def run(self) -> StreamResult:
         """Every sequence, every block."""
@@ -209,6 +228,7 @@ class _Stream:
             top_cancellation=self.top_cancellation,
             top_projection=self.top_projection,
             row_total=self.row_total,
+            head_row_total=self.head_row_total,
             key_total=self.key_total.to(dtype),
             head_total=self.head_key_total.sum(dim=-1).to(dtype),
             head_key_total=self.head_key_total.to(dtype),
@@ -221,6 +241,9 @@ class _Stream:
             row_weight=self.row_weight,
             row_cancellation=self.row_cancellation,
             row_projection=self.row_projection,
+            columns=self.columns,
+            column_contribution=self.column_contribution,
+            column_weight=self.column_weight,
             compiled=self.plan.compiled,
             refined_pairs=walk.guard.pairs,
             block=self.plan.block,
@@ -243,6 +266,8 @@ class _Stream:
         self.head_key_total[batch][:, block.keys] += mass * value_norms[:, block.keys]
         self.key_total[batch][block.keys] += size.sum(dim=1)
         self.row_total[batch, rows] = size.sum(dim=0)
+        written = (value_norms[:, None, block.keys] @ block.weights)[:, 0]
+        self.head_row_total[batch][:, rows] = written if scale is None else written * scale.abs()
         signed = None
         if self.directions is not None:
             signed = block_projection(problem, block, self.directions[batch, rows])
@@ -252,6 +277,11 @@ class _Stream:
             self.own_residual[batch, here + result.start] = own
         self._keep_top(batch, result, size, norm, bound, signed)
         self._keep_rows(batch, result, size, norm, bound, signed)
+        key_pos = positions(block.keys, problem.n_keys, size.device)
+        for place, column in enumerate(self.columns):
+            for here in (key_pos == column).nonzero().flatten().tolist():  # none where the block sees no such key
+                self.column_contribution[batch, rows, place] = size[here]
+                self.column_weight[batch][:, rows, place] = block.weights[:, here]
 
     def _keep_top(
         self, batch: int, result: BlockResult, size: Tensor, norm: Tensor, bound: Tensor, signed: Tensor | None

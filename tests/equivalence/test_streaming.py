@@ -92,9 +92,13 @@ def test_the_stream_keeps_what_the_whole_shows(variant: str) -> None:
     call, more = random_call(1), VARIANTS[variant]
     whole, weights = exact(call, **more)
     rows = [0, 33, 149, -1]
-    result = stream_contributions(**call, **more, top_k=10, rows=rows)
+    result = stream_contributions(**call, **more, top_k=10, rows=rows, columns=[0, 77, -1])
     assert_top_keys(result, whole, weights, 10)
     close(result.row_total, whole["contribution"].sum(dim=-1))
+    close(result.head_row_total, whole["head_contribution"].sum(dim=-1))
+    assert result.columns == (0, 77, 149)
+    close(result.column_contribution, whole["contribution"][:, :, [0, 77, 149]])
+    close(result.column_weight, weights[:, :, :, [0, 77, 149]])
     for name in ("key_total", "head_total", "head_key_total", "entropy", "sink_mass"):
         close(getattr(result, name), whole[name])
     close(result.head_key_weight, weights.sum(dim=2))
@@ -184,6 +188,7 @@ def test_a_window_makes_the_blocks_narrow() -> None:
         ({"top_k": 151}, "top_k is 151; expected 1 to 150, the number of keys"),
         ({"top_k": 0}, "top_k is 0; expected 1 to 150"),
         ({"rows": [150]}, "row 150 is outside the 150 queries"),
+        ({"columns": [-151]}, "column -151 is outside the 150 keys"),
         ({"q": torch.randn(2, 4, 0, 8)}, "an axis is empty"),
         ({"directions": torch.randn(2, 150, 19)}, "directions has shape"),
     ],
