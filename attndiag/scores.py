@@ -101,4 +101,30 @@ class Scores:
     def __repr__(self) -> str:
         shape = ", ".join(f"{a}={s}" for a, s in zip(self.axes, self.values.shape, strict=True))
         state = "verified" if self.verified else "NOT VERIFIED: " + "; ".join(self.failures)
-        return f"Scores({self.method} [{shape}] {self.sign}, {self.unit}; {state})"
+        return f"Scores({self.method} [{shape}] {self.sign}, {self.unit}; {state})\n  {self._largest_in_words()}"
+
+    def _largest_in_words(self, count: int = 3) -> str:
+        """The entries that are largest in size, with their places by label where there is one; what is undefined."""
+        array = self.numpy().astype(np.float64)
+        size = np.abs(array).reshape(-1)
+        defined = np.flatnonzero(~np.isnan(size))
+        undefined = size.size - len(defined)
+        left_out = f" ({undefined} undefined)" if undefined else ""
+        if not len(defined):
+            return f"no defined value{left_out}"
+        order = defined[np.argsort(-size[defined], kind="stable")][:count]
+        parts: list[str] = []
+        for flat in order:
+            index = np.unravel_index(flat, array.shape)
+            # an axis with one entry tells nothing
+            shown = [(a, int(i)) for a, i in zip(self.axes, index, strict=True) if array.shape[self.axes.index(a)] > 1]
+            place = ", ".join(f"{axis} {self._label(axis, at)}" for axis, at in shown)
+            parts.append(f"{array[index]:.4g}" + (f" at {place}" if place else ""))
+        return f"largest: {'; '.join(parts)}{left_out}"
+
+    def _label(self, axis: str, index: int) -> str:
+        names = self.labels.get(axis)
+        if names is None:
+            return str(index)
+        name = names[index]
+        return f"{index} {name!r}" if isinstance(name, str) else str(name)
