@@ -230,20 +230,30 @@ def block_projection(problem: AttentionProblem, block: PatternBlock, directions:
     return torch.bmm(v, reading).mul_(block.weights).sum(dim=0)
 
 
+def own_weights(problem: AttentionProblem, block: PatternBlock) -> tuple[Tensor, Tensor, Tensor]:
+    """What each query of a block gives its own key.
+
+    Returns (index within the block of the queries whose own key exists, its key position, weight [head, index]); the
+    weight is 0 where the own key is forbidden.
+    """
+    device = block.weights.device
+    own = positions(block.queries, problem.n_queries, device) + problem.offset
+    here = (own >= 0).nonzero()[:, 0]
+    own = own[here]
+    seen = positions(block.keys, problem.n_keys, device)
+    place = torch.searchsorted(seen, own).clamp_max(max(len(seen) - 1, 0))
+    if not len(seen):
+        return here, own, block.weights.new_zeros(problem.n_heads, len(own))
+    return here, own, block.weights[:, place, here] * (seen[place] == own)
+
+
 def on_the_diagonal(problem: AttentionProblem, block: PatternBlock, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """‖T_ii + residual_i‖ for the queries of a block whose own key exists.
 
     `residual` [query, d_model] belongs to the queries of the block. Returns (index within the block, key position,
-    norm); the weight is 0 where the own key is forbidden.
+    norm).
     """
-    own = positions(block.queries, problem.n_queries, residual.device) + problem.offset
-    here = (own >= 0).nonzero()[:, 0]
-    own = own[here]
-    seen = positions(block.keys, problem.n_keys, residual.device)
-    place = torch.searchsorted(seen, own).clamp_max(max(len(seen) - 1, 0))
-    weights = torch.zeros(problem.n_heads, len(own), dtype=residual.dtype, device=residual.device)
-    if len(seen):
-        weights = block.weights[:, place, here] * (seen[place] == own)
+    here, own, weights = own_weights(problem, block)
     vectors = transformed_at(problem, block.batch, weights, own)
     if problem.row_scale is not None:
         vectors = vectors * problem.row_scale[block.batch, block.queries][here, None]

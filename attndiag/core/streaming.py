@@ -29,7 +29,7 @@ from attndiag.core.dispatch import (
     wants_compile,
 )
 from attndiag.core.engine import BlockResult, BlockWalk
-from attndiag.core.fused import block_projection, on_the_diagonal
+from attndiag.core.fused import block_projection, on_the_diagonal, own_weights
 from attndiag.core.problem import attention_problem, full_precision, query_vectors
 from attndiag.errors import ShapeError
 from attndiag.shapes import Keys, OutputWeights, PerQuery, Queries, Residual, Values
@@ -53,6 +53,7 @@ class StreamResult:
     head_key_total : [batch, head, key_pos], sum_i A_ij^h ‖f_j^h‖. head_key_weight : the same of A_ij^h alone, mass.
     entropy : [batch, head, query_pos], nats, of the row normalised to mass 1; nan for rows without any mass.
     sink_mass : [batch, head, query_pos], mass; zeros without sinks.
+    own_weight : [batch, head, query_pos], A_ii^h, mass; nan where the query has no own key.
     own_residual : [batch, query_pos], ‖T_ii + residual_i‖, the only entry that a residual changes; nan where the query
         has no own key; None without `residual`.
     rows : the queries whose rows were kept. row_contribution : [batch, len(rows), key_pos].
@@ -76,6 +77,7 @@ class StreamResult:
     head_key_weight: Tensor
     entropy: Tensor
     sink_mass: Tensor
+    own_weight: Tensor
     own_residual: Tensor | None
     rows: tuple[int, ...]
     row_contribution: Tensor
@@ -159,7 +161,7 @@ def _plan(
     memory_limit: int | None,
 ) -> KernelPlan:
     heads, block = problem.n_heads, block_queries(problem)
-    numbers = problem.n_queries * (3 * heads + 3 + top_k * (heads + 4)) + problem.n_keys * (4 * heads + 2)
+    numbers = problem.n_queries * (4 * heads + 3 + top_k * (heads + 4)) + problem.n_keys * (4 * heads + 2)
     numbers += kept_rows * problem.n_keys * (heads + 3) + kept_columns * problem.n_queries * (heads + 1)
     needed = problem.batch * numbers * problem.q.element_size()
     needed += preparation_bytes(problem, "gram") + 3 * score_bytes(problem, block)
@@ -205,6 +207,7 @@ class _Stream:
         self.head_key_weight = self._zeros(b, heads, n_k).double()
         self.entropy = self._zeros(b, heads, n_q)
         self.sink_mass = self._zeros(b, heads, n_q)
+        self.own_weight = self._zeros(b, heads, n_q).fill_(torch.nan)
         self.own_residual = None if residual is None else self._zeros(b, n_q).fill_(torch.nan)
         self.row_contribution = self._zeros(b, len(kept), n_k)
         self.row_weight = self._zeros(b, heads, len(kept), n_k)
@@ -235,6 +238,7 @@ class _Stream:
             head_key_weight=self.head_key_weight.to(dtype),
             entropy=self.entropy,
             sink_mass=self.sink_mass,
+            own_weight=self.own_weight,
             own_residual=self.own_residual,
             rows=self.kept,
             row_contribution=self.row_contribution,
@@ -272,6 +276,8 @@ class _Stream:
         if self.directions is not None:
             signed = block_projection(problem, block, self.directions[batch, rows])
             signed = signed if scale is None else signed.mul_(scale)
+        here, _, diagonal = own_weights(problem, block)
+        self.own_weight[batch][:, here + result.start] = diagonal
         if self.own_residual is not None and self.residual is not None:
             here, _, own = on_the_diagonal(problem, block, self.residual[batch, rows])
             self.own_residual[batch, here + result.start] = own

@@ -95,6 +95,7 @@ def test_the_stream_keeps_what_the_whole_shows(variant: str) -> None:
     result = stream_contributions(**call, **more, top_k=10, rows=rows, columns=[0, 77, -1])
     assert_top_keys(result, whole, weights, 10)
     close(result.row_total, whole["contribution"].sum(dim=-1))
+    close(result.own_weight, weights.diagonal(dim1=2, dim2=3))
     close(result.head_row_total, whole["head_contribution"].sum(dim=-1))
     assert result.columns == (0, 77, 149)
     close(result.column_contribution, whole["contribution"][:, :, [0, 77, 149]])
