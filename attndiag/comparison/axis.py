@@ -26,6 +26,36 @@ Spans = Sequence[tuple[int, int, float]]
 
 
 @dataclass(frozen=True, eq=False)
+class PromptTokens:
+    """Positions of one prompt as plain data: what is kept of a `TokenAxis` beside results, without model or tensors.
+
+    Parameters
+    ----------
+    tokens : text of each position.
+    token_ids, admissible, special : [position].
+    offsets : [position, 2] character places in `text`; -1 for tokens that stand for none.
+    text : what the model reads.
+    queries : where the target is read.
+    kind, answer, foil, unit : of the target m; answer and foil empty where there is none.
+    """
+
+    tokens: tuple[str, ...]
+    token_ids: NDArray[np.int64]
+    admissible: NDArray[np.bool_]
+    special: NDArray[np.bool_]
+    offsets: NDArray[np.int64]
+    text: str
+    queries: tuple[int, ...]
+    kind: str
+    answer: str
+    foil: str
+    unit: str
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
 class TokenAxis:
     """Positions of one prompt.
 
@@ -52,6 +82,25 @@ class TokenAxis:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def plain(self) -> PromptTokens:
+        """Everything but the model's own objects."""
+        target = self.resolved.targets[0]
+        special = self.resolved.encoded.special[0].cpu().numpy()
+        return PromptTokens(
+            tokens=self.tokens,
+            token_ids=self.token_ids,
+            admissible=self.admissible,
+            special=special,
+            offsets=self.offsets,
+            text=self.text,
+            queries=self.queries,
+            kind=target.kind,
+            answer=_said(target.answer, target.label),
+            foil=_said(target.foil, target.foil_label),
+            unit=self.resolved.unit,
+        )
 
     def place(self, scores: NDArray[np.floating] | Sequence[float], name: str) -> NDArray[np.float64]:
         """Scores with one entry for each position.
@@ -88,6 +137,10 @@ class TokenAxis:
                 )
             values[inside] += score / inside.sum()
         return values
+
+
+def _said(text: str | None, label: int | str | None) -> str:
+    return text if text is not None else "" if label is None else str(label)
 
 
 def token_axis(lm: LoadedModel, prompt: Prompt, target: Target | None) -> TokenAxis:

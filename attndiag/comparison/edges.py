@@ -6,13 +6,18 @@ over all edges of all prompts; it changes nothing for deterministic knock-outs, 
 
 From the edges follow a verdict on each head of each prompt, how often each head misleads over the prompts, and a
 verdict on each method over all of them, by clusters of prompts.
+
+Where edges are too many, some are screened: half of those measured have the largest first-order estimates (where an
+effect may hide), half the largest claims (where an effect may be missing). Claims stay shares of the whole row; edges
+that were not measured get no verdict, and a head of which one edge is missing gets none.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +25,9 @@ from numpy.typing import NDArray
 from attndiag.comparison.axis import token_axis
 from attndiag.comparison.methods import reason_of
 from attndiag.comparison.one_prompt import check_task
-from attndiag.errors import AttnDiagError, NotApplicableError
-from attndiag.explanations.edge_truth import Mode, edge_effects
+from attndiag.errors import AttnDiagError, NotApplicableError, UnsupportedModelError
+from attndiag.explanations.edge_estimators import edge_estimates
+from attndiag.explanations.edge_truth import Edge, Mode, edge_effects
 from attndiag.explanations.model_contributions import model_contributions
 from attndiag.explanations.resolve import one_target_each, prompt_label
 from attndiag.explanations.target import noise_floor, score
@@ -29,12 +35,52 @@ from attndiag.models.load import LoadedModel, as_prompts
 from attndiag.prompts import Prompt, Target
 from attndiag.stats.evidence import from_knockout
 from attndiag.stats.verdict_sets import Catalogues, MethodVerdict, catalogues, method_verdict
-from attndiag.stats.verdicts import VERDICTS, Thresholds, Verdicts, judge, row_verdicts
+from attndiag.stats.verdicts import UNDEFINED, VERDICTS, Thresholds, Verdicts, judge, row_verdicts
 
 if TYPE_CHECKING:
     import pandas as pd
 
 EDGE_METHODS = ("weight", "value_norm", "head_contribution")
+Extent = Literal["auto", "all", "screen"]
+Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class EdgePlan:
+    """Which edges of the query at which the target is read are taken away.
+
+    Parameters
+    ----------
+    methods : whose claims are judged, out of `EDGE_METHODS`.
+    extent : `"all"` edges, a `"screen"` of `most`, or `"auto"`: all where they are at most `limit`, else a screen.
+    most : edges that a screen measures.
+    limit : see `extent`.
+    layers : all when None.
+    mode : `"remove"` or `"renormalize"`, see `attndiag.edge_effects`.
+    whole_heads : also measure what each whole head is worth.
+    """
+
+    methods: tuple[str, ...] = ("weight", "head_contribution")
+    extent: Extent = "auto"
+    most: int = 64
+    limit: int = 8192
+    layers: tuple[int, ...] | None = None
+    mode: Mode = "remove"
+    whole_heads: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.methods if name not in EDGE_METHODS]
+        if unknown or not self.methods:
+            raise ValueError(f"methods are {list(self.methods)}; expected some of {', '.join(EDGE_METHODS)}")
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode is {self.mode!r}; expected one of {', '.join(get_args(Mode))}")
+        if self.extent not in get_args(Extent):
+            raise ValueError(f"extent is {self.extent!r}; expected one of {', '.join(get_args(Extent))}")
+        if self.most < 2 or self.limit < 1:
+            raise ValueError(
+                f"most is {self.most} and limit {self.limit}; expected at least 2 edges and a limit above 0"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +95,11 @@ class EdgeVerdicts:
     whole : method -> its verdict over all rows.
     cases : method -> catalogues of (row, key).
     problems : prompt -> why it could not be measured.
+    effects : [row, key] exact effects; nan where not measured.
+    estimates : [row, key] first-order estimates; nan where none were made.
+    present : [row, key] True where there is an edge, measured or not.
+    head_effects : [row] effect of removing all edges of the head, for every query; nan where not measured.
+    units : [row] of the effects.
     """
 
     rows: tuple[tuple[str, str, int, int], ...]
@@ -57,6 +108,21 @@ class EdgeVerdicts:
     whole: Mapping[str, MethodVerdict]
     cases: Mapping[str, Catalogues]
     problems: Mapping[str, str]
+    effects: Array
+    estimates: Array
+    present: Mask
+    head_effects: Array
+    units: tuple[str, ...]
+
+    @property
+    def complete(self) -> Mask:
+        """[row] True where every edge was measured."""
+        return np.asarray((np.isfinite(self.effects) | ~self.present).all(axis=1))
+
+    @property
+    def measured_share(self) -> float:
+        """Share of the edges that were measured exactly, 0 to 1."""
+        return float(np.isfinite(self.effects).sum() / max(1, self.present.sum()))
 
     @property
     def blocked(self) -> bool:
@@ -74,11 +140,17 @@ class EdgeVerdicts:
         return frame.rename(columns={"item": "key"}).drop(columns="row")
 
     def head_rows(self, method: str) -> pd.DataFrame:
-        """One row a head and prompt: its verdict, with the counts of its edges."""
+        """One row a head and prompt: its verdict, with the counts of its edges; none where an edge was not measured."""
         import pandas as pd
 
         found = row_verdicts(self.judged[method])
         names = ("prompt", "cluster", "layer", "head")
+        measured = np.isfinite(self.effects).sum(axis=1)
+        for one in found:
+            row: int = one["row"]
+            if not self.complete[row] and not one["reason"]:
+                told = f"{measured[row]} of {self.present[row].sum()} edges were measured exactly"
+                one |= {"verdict": UNDEFINED, "reason": told}
         return pd.DataFrame([{**dict(zip(names, self.rows[one.pop("row")], strict=True)), **one} for one in found])
 
     def heads(self, method: str) -> pd.DataFrame:
@@ -97,6 +169,7 @@ def edge_verdicts(
     target: Target | Sequence[Target] | None = None,
     layers: Sequence[int] | None = None,
     mode: Mode = "remove",
+    extent: Extent = "all",
     thresholds: Thresholds | None = None,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
@@ -108,114 +181,246 @@ def edge_verdicts(
     methods : out of `EDGE_METHODS`: what has a number for each head, query and key and needs no target.
     layers : all when None; each edge costs a restarted forward.
     mode : `"remove"` or `"renormalize"`, see `attndiag.edge_effects`.
+    extent : `"all"` edges or a `"screen"`, see `EdgePlan`.
 
     Raises
     ------
-    ValueError : another method.
+    ValueError : another method, mode or extent.
     NotApplicableError : no prompt could be measured; the text gives the reasons.
     """
-    unknown = [name for name in methods if name not in EDGE_METHODS]
-    if unknown or not methods:
-        raise ValueError(f"methods are {list(methods)}; expected some of {', '.join(EDGE_METHODS)}")
-    if mode not in get_args(Mode):
-        raise ValueError(f"mode is {mode!r}; expected one of {', '.join(get_args(Mode))}")
+    chosen = None if layers is None else tuple(layers)
+    plan = EdgePlan(tuple(methods), extent, layers=chosen, mode=mode)
     batch = as_prompts(prompts)
-    measured: list[_Measured] = []
+    measured: list[EdgeResult] = []
     problems: dict[str, str] = {}
     for index, (prompt, each) in enumerate(zip(batch, one_target_each(batch, target), strict=True)):
         try:
-            measured.append(_measure(lm, prompt, each, methods, layers, mode, seed))
+            measured.append(measure_edges(lm, prompt, each, plan, seed=seed))
         except AttnDiagError as error:
             problems[prompt_label(prompt)] = reason_of(error)
         if progress is not None:
             progress(index + 1, len(batch))
+    return judge_edges(measured, thresholds=thresholds, seed=seed, problems=problems)
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeResult:
+    """One prompt: effects and scores [row, key] with a row for each layer and head. Plain data.
+
+    Parameters
+    ----------
+    label, tokens : of the prompt.
+    rows : (prompt, cluster, layer, head).
+    effect : exact, nan where there is no edge or it was not measured.
+    estimate : first-order, nan without an edge; None where no gradient reaches the weights.
+    present : True where there is an edge.
+    scores : method -> claims; 0 without an edge.
+    failures : method -> self-checks that failed.
+    head_effect : [row] of removing the whole head; None where not asked for.
+    m, floor, unit : target, its noise floor and unit.
+    task : why the task check failed; empty where it passed.
+    extent : what was measured, `"all"` or `"screen"`.
+    route, restart_error : how, and the error of a restarted unedited run relative to the spread of the logits.
+    seconds : what was done -> wall time; of no influence on any other number.
+    """
+
+    label: str
+    tokens: tuple[str, ...]
+    rows: tuple[tuple[str, str, int, int], ...]
+    effect: Array
+    estimate: Array | None
+    present: Mask
+    scores: Mapping[str, Array]
+    failures: Mapping[str, tuple[str, ...]]
+    head_effect: Array | None
+    m: float
+    floor: float
+    unit: str
+    task: str
+    extent: Literal["all", "screen"]
+    route: str
+    restart_error: float | None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def measure_edges(
+    lm: LoadedModel,
+    prompt: Prompt,
+    target: Target | None,
+    plan: EdgePlan | None = None,
+    *,
+    floor: float | None = None,
+    seed: int = 0,
+) -> EdgeResult:
+    """Claims and exact effects of the edges of one prompt's last query: a function of model, prompt and plan.
+
+    Parameters
+    ----------
+    floor : noise floor of m; measured when None.
+    seed : of the noise floor.
+
+    Raises
+    ------
+    NotApplicableError : the target is read at several positions.
+    TargetError, UnsupportedModelError : see `attndiag.edge_effects`.
+    """
+    plan = plan or EdgePlan()
+    axis = token_axis(lm, prompt, target)
+    if len(axis.queries) != 1:
+        raise NotApplicableError(f"the target of {axis.label!r} is read at {len(axis.queries)} positions, not at one")
+    (query,) = axis.queries
+    fixed = axis.resolved.targets[0]
+    seconds: dict[str, float] = {}
+    began = time.perf_counter()
+    claims = {name: model_contributions(lm, prompt, name, layers=plan.layers) for name in plan.methods}  # type: ignore[arg-type]
+    numbers = [int(layer) for layer in next(iter(claims.values())).labels["layer"]]
+    tables = {name: found.numpy().astype(np.float64)[:, 0, :, query] for name, found in claims.items()}
+    estimate, why_not = _estimates(lm, prompt, fixed, plan, numbers, query)
+    seconds["edge claims and estimates"] = time.perf_counter() - began
+    chosen: list[Edge] | None = None
+    # without estimates, every key counts as seen
+    shape = next(iter(tables.values())).shape
+    count = int(np.isfinite(estimate).sum()) if estimate is not None else int(np.prod(shape))
+    if plan.extent == "screen" or (plan.extent == "auto" and count > plan.limit):
+        if estimate is None:
+            raise NotApplicableError(f"{count} edges are too many to measure all, and none can be screened: {why_not}")
+        chosen = _screen(estimate, tables, numbers, query, plan.most)
+    began = time.perf_counter()
+    asked = {"queries": [query]} if chosen is None else {"edges": chosen}
+    effects = edge_effects(lm, prompt, fixed, layers=numbers, mode=plan.mode, **asked)  # type: ignore[arg-type]
+    there = [int(layer) for layer in effects.labels["layer"]]
+    effect = np.full(shape, np.nan)
+    effect[[numbers.index(layer) for layer in there]] = effects.numpy().astype(np.float64)[:, :, query]
+    seconds["edge effects"] = time.perf_counter() - began
+    whole = None
+    if plan.whole_heads:
+        began = time.perf_counter()
+        of_heads = edge_effects(lm, prompt, fixed, layers=numbers, grain="head").numpy().astype(np.float64)
+        whole = of_heads.reshape(-1)
+        seconds["head effects"] = time.perf_counter() - began
+    measured = score(lm, prompt, axis.resolved)
+    if floor is None:
+        floor = float(noise_floor(lm, prompt, fixed, seed=seed).values[0])
+    cluster = prompt.cluster or axis.label
+    present = np.isfinite(effect if chosen is None or estimate is None else estimate)
+    width = len(axis)
+    return EdgeResult(
+        label=axis.label,
+        tokens=axis.tokens,
+        rows=tuple((axis.label, cluster, layer, head) for layer in numbers for head in range(shape[1])),
+        effect=effect.reshape(-1, width),
+        estimate=None if estimate is None else estimate.reshape(-1, width),
+        present=present.reshape(-1, width),
+        scores={name: table.reshape(-1, width) for name, table in tables.items()},
+        failures={name: found.failures for name, found in claims.items()},
+        head_effect=whole,
+        m=float(measured.values[0]),
+        floor=floor,
+        unit=axis.resolved.unit,
+        task=check_task(measured, axis),
+        extent="all" if chosen is None else "screen",
+        route=str(effects.provenance["route"]),
+        restart_error=effects.checks["restart_error"],
+        seconds=seconds,
+    )
+
+
+def judge_edges(
+    measured: Sequence[EdgeResult],
+    *,
+    thresholds: Thresholds | None = None,
+    seed: int = 0,
+    problems: Mapping[str, str] | None = None,
+) -> EdgeVerdicts:
+    """Verdicts over prompts that were measured one by one with the same methods, in whatever process.
+
+    Raises
+    ------
+    NotApplicableError : there is no result; the text gives the problems.
+    """
+    why = dict(problems or {})
     if not measured:
-        raise NotApplicableError("no prompt could be measured: " + "; ".join(f"{k}: {v}" for k, v in problems.items()))
+        raise NotApplicableError("no prompt could be measured: " + "; ".join(f"{k}: {v}" for k, v in why.items()))
     rows = tuple(row for one in measured for row in one.rows)
-    judged = {name: _judge(measured, name, thresholds) for name in methods}
+    judged = {name: _judge(measured, name, thresholds) for name in measured[0].scores}
     clusters = [cluster for _, cluster, _, _ in rows]
+    none = [np.full(one.effect.shape, np.nan) for one in measured]
     return EdgeVerdicts(
         rows=rows,
         tokens={one.label: one.tokens for one in measured},
         judged=judged,
         whole={name: method_verdict(found, clusters, seed=seed) for name, found in judged.items()},
         cases={name: catalogues(found, seed=seed) for name, found in judged.items()},
-        problems=problems,
+        problems=why,
+        effects=_stacked([one.effect for one in measured], np.nan),
+        estimates=_stacked(
+            [blank if one.estimate is None else one.estimate for one, blank in zip(measured, none, strict=True)], np.nan
+        ),
+        present=_stacked([one.present for one in measured], False),
+        head_effects=np.concatenate(
+            [np.full(len(one.rows), np.nan) if one.head_effect is None else one.head_effect for one in measured]
+        ),
+        units=tuple(one.unit for one in measured for _ in one.rows),
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Measured:
-    """One prompt: effects and scores [row, key] with a row for each layer and head."""
-
-    label: str
-    tokens: tuple[str, ...]
-    rows: tuple[tuple[str, str, int, int], ...]
-    effect: NDArray[np.float64]
-    scores: Mapping[str, NDArray[np.float64]]
-    failures: Mapping[str, tuple[str, ...]]
-    m: float
-    floor: float
-    task: str
+def _estimates(
+    lm: LoadedModel, prompt: Prompt, target: Target, plan: EdgePlan, numbers: Sequence[int], query: int
+) -> tuple[Array | None, str]:
+    """First-order effects [layer, head, key] of the query's edges, nan without an edge; or None and the reason."""
+    try:
+        found = edge_estimates(lm, prompt, target, mode=plan.mode)
+    except UnsupportedModelError as error:
+        return None, reason_of(error)
+    order = [int(layer) for layer in found.labels["layer"]]
+    places = [order.index(layer) for layer in numbers]
+    return found.numpy().astype(np.float64)[places][:, :, query], ""
 
 
-def _measure(
-    lm: LoadedModel,
-    prompt: Prompt,
-    target: Target | None,
-    methods: Sequence[str],
-    layers: Sequence[int] | None,
-    mode: Mode,
-    seed: int,
-) -> _Measured:
-    axis = token_axis(lm, prompt, target)
-    if len(axis.queries) != 1:
-        raise NotApplicableError(f"the target of {axis.label!r} is read at {len(axis.queries)} positions, not at one")
-    (query,) = axis.queries
-    fixed = axis.resolved.targets[0]
-    effects = edge_effects(lm, prompt, fixed, layers=layers, queries=[query], mode=mode)
-    table = effects.numpy().astype(np.float64)[:, :, query]
-    numbers = [int(layer) for layer in effects.labels["layer"]]
-    scores: dict[str, NDArray[np.float64]] = {}
-    failures: dict[str, tuple[str, ...]] = {}
-    for name in methods:
-        found = model_contributions(lm, prompt, name, layers=numbers)  # type: ignore[arg-type]
-        scores[name] = found.numpy().astype(np.float64)[:, 0, :, query].reshape(-1, len(axis))
-        failures[name] = found.failures
-    cluster = prompt.cluster or axis.label
-    measured = score(lm, prompt, axis.resolved)
-    return _Measured(
-        label=axis.label,
-        tokens=axis.tokens,
-        rows=tuple((axis.label, cluster, layer, head) for layer in numbers for head in range(table.shape[1])),
-        effect=table.reshape(-1, len(axis)),
-        scores=scores,
-        failures=failures,
-        m=float(measured.values[0]),
-        floor=float(noise_floor(lm, prompt, fixed, seed=seed).values[0]),
-        task=check_task(measured, axis),
-    )
+def _screen(estimate: Array, claims: Mapping[str, Array], numbers: Sequence[int], query: int, most: int) -> list[Edge]:
+    """Half the edges by the size of the estimate, half by the largest share of its row over the methods.
+
+    Estimates alone would find only edges that have an effect, never a claim without one.
+    """
+    there = np.isfinite(estimate)
+    share = np.zeros(estimate.shape)
+    for table in claims.values():
+        size = np.where(there & np.isfinite(table), np.abs(table), 0.0)
+        total = size.sum(axis=-1, keepdims=True)
+        mine = np.divide(size, total, out=np.zeros(size.shape), where=total > 0)
+        share = np.maximum(share, mine)
+    by_effect = np.argsort(-np.where(there, np.abs(estimate), -1.0), axis=None, kind="stable")
+    by_claim = np.argsort(-np.where(there, share, -1.0), axis=None, kind="stable")
+    most = min(most, int(there.sum()))
+    taken = dict.fromkeys(by_effect[: most - most // 2].tolist())
+    for place in by_claim.tolist():
+        if len(taken) >= most:
+            break
+        taken[place] = None
+    layer, head, key = np.unravel_index(np.array(sorted(taken), dtype=np.int64), estimate.shape)
+    return [(numbers[a], int(b), query, int(c)) for a, b, c in zip(layer, head, key, strict=True)]
 
 
-def _judge(measured: Sequence[_Measured], method: str, thresholds: Thresholds | None) -> Verdicts:
-    width = max(one.effect.shape[1] for one in measured)
+def _stacked(tables: Sequence[NDArray[Any]], blank: float | bool) -> NDArray[Any]:
+    """Tables [row, key] of prompts of different length under each other."""
+    width = max(one.shape[1] for one in tables)
+    return np.concatenate([np.pad(one, ((0, 0), (0, width - one.shape[1])), constant_values=blank) for one in tables])
 
-    def padded(tables: Sequence[NDArray[np.float64]], blank: float) -> NDArray[np.float64]:
-        return np.concatenate(
-            [np.pad(one, ((0, 0), (0, width - one.shape[1])), constant_values=blank) for one in tables]
-        )
 
-    effect = padded([one.effect for one in measured], np.nan)
+def _judge(measured: Sequence[EdgeResult], method: str, thresholds: Thresholds | None) -> Verdicts:
+    effect = _stacked([one.effect for one in measured], np.nan)
+    there = _stacked([one.present for one in measured], False)
     counts = [len(one.rows) for one in measured]
     task: list[str] = [one.task for one in measured for _ in one.rows]
     failed: list[list[Any]] = [list(one.failures[method]) for one in measured for _ in one.rows]
-    return judge(
-        padded([one.scores[method] for one in measured], 0.0),
+    found = judge(
+        _stacked([one.scores[method] for one in measured], 0.0),
         from_knockout(effect, np.repeat([one.floor for one in measured], counts)),
         np.repeat([one.m for one in measured], counts),
-        # an edge exists where its removal could be measured
-        admissible=np.isfinite(effect),
+        admissible=there,
         task=task,
         failed_checks=failed,
         thresholds=thresholds,
     )
+    # an edge that was only estimated takes part in the shares of its row, and gets no verdict
+    return replace(found, verdict=np.where(np.isfinite(effect), found.verdict, ""))

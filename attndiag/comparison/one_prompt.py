@@ -5,6 +5,7 @@ What a method cannot do on a prompt becomes a row with the reason; the other met
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attndiag.comparison.axis import Spans, TokenAxis, sinks, token_axis
+from attndiag.comparison.axis import PromptTokens, Spans, TokenAxis, sinks, token_axis
 from attndiag.comparison.methods import PromptMethods, TokenScores, reason_of
 from attndiag.errors import AttnDiagError, NotApplicableError
 from attndiag.explanations.replacement import Replacement
@@ -81,6 +82,7 @@ class PromptResult:
     agreement : (first, second) -> measures.
     faithfulness : rows of the table.
     problems : method -> why it has no scores.
+    seconds : what was done -> wall time; of no influence on any other number.
     """
 
     label: str
@@ -88,13 +90,14 @@ class PromptResult:
     m: float
     floor: float
     task: str
-    axis: TokenAxis
+    axis: PromptTokens
     sink: NDArray[np.bool_]
     scores: Mapping[str, TokenScores]
     replacement_tau: float | None
     agreement: Mapping[tuple[str, str], tuple[Agreement, ...]]
     faithfulness: Rows
     problems: Mapping[str, str]
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def judged(self) -> NDArray[np.bool_]:
@@ -129,7 +132,7 @@ def compare_prompt(
     measured = score(lm, prompt, axis.resolved)
     m = float(measured.values[0])
     run = PromptMethods(lm, axis)
-    scores, problems = _all_scores(run, plan, own or {})
+    scores, problems, seconds = _all_scores(run, plan, own or {})
     try:
         sink = sinks(run.pattern)
     except AttnDiagError as error:
@@ -141,6 +144,7 @@ def compare_prompt(
         effects = {name: scores[name].values[axis.admissible] for name in replaced}
         tau = replacement_agreement(effects) if len(effects) == len(plan.replacements) else float("nan")
     ranked = axis.admissible & ~sink
+    began = time.perf_counter()
     agreement = {
         (one, two): agree(
             scores[one].values,
@@ -152,47 +156,54 @@ def compare_prompt(
         )
         for one, two in combinations(scores, 2)
     }
+    seconds["agreement"] = time.perf_counter() - began
     faithfulness: Rows = []
+    began = time.perf_counter()
     if plan.metrics and plan.replacements:
         try:
             faithfulness = _faithfulness(lm, axis, scores, plan, floor, frequencies)
         except AttnDiagError as error:
             problems["faithfulness"] = reason_of(error)
+    seconds["faithfulness"] = time.perf_counter() - began
     return PromptResult(
         label=axis.label,
         cluster=prompt.cluster or axis.label,
         m=m,
         floor=floor,
         task=check_task(measured, axis),
-        axis=axis,
+        axis=axis.plain,
         sink=sink,
         scores=scores,
         replacement_tau=tau,
         agreement=agreement,
         faithfulness=faithfulness,
         problems=problems,
+        seconds=seconds,
     )
 
 
 def _all_scores(
     run: PromptMethods, plan: Plan, own: Mapping[str, Own]
-) -> tuple[dict[str, TokenScores], dict[str, str]]:
+) -> tuple[dict[str, TokenScores], dict[str, str], dict[str, float]]:
     scores: dict[str, TokenScores] = {}
     problems: dict[str, str] = {}
+    seconds: dict[str, float] = {}
     jobs: dict[str, Callable[[], TokenScores]] = {
         name: lambda name=name: run.scores(name, **plan.params.get(name, {})) for name in plan.methods
     }
     jobs |= {f"replacement[{one.label}]": lambda one=one: run.replacement(one) for one in plan.replacements}
     for name, job in jobs.items():
+        began = time.perf_counter()
         try:
             scores[name] = job()
         except AttnDiagError as error:
             problems[name] = reason_of(error)
+        seconds[name] = time.perf_counter() - began
     for name, given in own.items():
         spans = len(given) > 0 and np.ndim(given[0]) == 1
         values = run.axis.from_spans(given, name) if spans else run.axis.place(given, name)  # type: ignore[arg-type]
         scores[name] = TokenScores(name, values, bool((values[np.isfinite(values)] < 0).any()), "own")
-    return scores, problems
+    return scores, problems, seconds
 
 
 def check_task(measured: Scores, axis: TokenAxis) -> str:

@@ -47,7 +47,9 @@ class Comparison:
     faithfulness : one row a prompt, method and metric; controls among them.
     differences : paired differences of methods by metric, corrected by Holm within the metric.
     verdicts : one row a prompt, method and token.
-    methods : one row a method: its verdict over the prompt set, counts, circularity.
+    methods : one row a method: its verdict over the prompt set, counts, circularity. The row of the replacement that
+        gave the evidence is the `ceiling`: even exact effects can disagree with themselves, by low claims on items with
+        a small but present effect.
     problems : method and prompt where something could not be measured, with the reason.
     cases : method -> catalogues of disagreements, (row, item) being (prompt, position).
     judged : method -> the verdicts as arrays.
@@ -248,13 +250,17 @@ def _prompt_row(one: PromptResult) -> dict[str, Any]:
         "prompt": one.label,
         "cluster": one.cluster,
         "m": one.m,
-        "unit": one.axis.resolved.unit,
+        "unit": one.axis.unit,
         "noise_floor": one.floor,
         "task": one.task,
         "replacement_tau": np.nan if one.replacement_tau is None else one.replacement_tau,
         "tokens": len(one.axis),
         "admissible": int(one.axis.admissible.sum()),
         "sinks": int((one.sink & one.axis.admissible).sum()),
+        "text": one.axis.text,
+        "target_kind": one.axis.kind,
+        "target": one.axis.answer,
+        "foil": one.axis.foil,
     }
 
 
@@ -396,5 +402,6 @@ def _method_row(
         **found.counts,
         # the evidence comes from the first replacement; a method made by it agrees with itself
         "circular": plan.replacements[0].label in made_by,
+        "role": "ceiling" if name == f"replacement[{plan.replacements[0].label}]" else "method",
         "blocked_prompts": int(found.blocked.sum()),
     }
