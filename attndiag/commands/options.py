@@ -15,6 +15,7 @@ class Backend(StrEnum):
     auto = "auto"
     reference = "reference"
     fused = "fused"
+    streaming = "streaming"
 
 
 MODEL, RUN, OUTPUT = "Model", "Run", "Output"

@@ -85,7 +85,7 @@ def report(
     RunFolder.require_place(output)
     with progress_bar(quiet=quiet) as bar:
         lm = _load(model, revision, device, dtype, attn_implementation, offline, bar)
-    from attndiag.runs.call_measures import CallSettings
+    from attndiag.runs.call_record import CallSettings
     from attndiag.runs.weights_run import RunSettings
 
     settings = RunSettings(calls=CallSettings(backend=backend.value), seed=seed)
@@ -158,7 +158,7 @@ def _measure(
     from attndiag.runs.weights_run import estimate_run, measure_prompts
 
     remark(f"{len(prompts)} prompts on {lm.info.name} ({lm.info.architecture}, {lm.info.device})", quiet=quiet)
-    remark(f"memory: {estimate_run(lm, prompts)}", quiet=quiet)
+    remark(f"memory: {estimate_run(lm, prompts, backend=settings.calls.backend)}", quiet=quiet)
     try:
         with progress_bar(quiet=quiet) as bar:
             outcome = measure_prompts(

@@ -122,6 +122,11 @@ def contributions(
     """
     if kind not in _FORMS:
         raise NotApplicableError(f"kind is {kind!r}; expected one of {', '.join(_FORMS)}")
+    if backend == "streaming":
+        raise NotApplicableError(
+            'backend="streaming" never forms [query_pos, key_pos], which is what contributions returns; '
+            "attndiag.top_contributions(call, top_k=16) streams"
+        )
     if backend not in get_args(Backend):
         raise NotApplicableError(f"backend is {backend!r}; expected one of {', '.join(get_args(Backend))}")
     if norm not in get_args(Norm):
@@ -179,7 +184,7 @@ def contributions(
 
 
 def _require_own_keys(call: AttentionCall, kind: Kind) -> None:
-    """Refuse the diagonal where it cannot be told: a static cache leaves empty room behind the newest token."""
+    """Refuse the diagonal where it cannot be told: room behind the newest token, and no cache that told the past."""
     mask = call.mask
     if mask is None or call.kind == "cross" or call.diagonal_offset <= 0 or mask.shape[-1] != call.n_keys:
         return
@@ -211,6 +216,8 @@ def _choose_backend(
         obstacle = f"{call.module_name} gates its head outputs"
     elif call.output is None:
         obstacle = f"{call.module_name} has no output projection"
+    elif kind in _WITH_RESIDUAL and call.diagonal_offset != call.n_keys - call.n_queries:
+        obstacle = f"{call.module_name} has room behind its newest key (a static cache), and it takes the last for own"
     elif not proof.formula_passed:
         obstacle = f"the recorded formula misses the output of {call.module_name} by {proof.formula_error:.1e}"
     elif backend == "auto" and call.z.dtype in (torch.bfloat16, torch.float16) and call.kernel == "eager":

@@ -31,7 +31,8 @@ class TopContributions:
     ----------
     scores : [batch, query_pos, rank], the contributions ‖T_ij‖ of each query's strongest keys, descending, residual
         norms; nan where a query has fewer keys, and for padded queries.
-    stream : the keys behind them and every total (`core.streaming.StreamResult`); totals count padded queries too.
+    stream : the keys behind them and every total (`core.streaming.StreamResult`); padded queries write nothing there,
+        so that no total counts them.
     """
 
     scores: Scores
@@ -51,11 +52,18 @@ class TopContributions:
         return frame.query("key_pos >= 0").reset_index(drop=True)
 
 
+def can_stream(call: AttentionCall) -> bool:
+    """Whether `top_contributions` takes this call: q and k were seen, nothing gates the heads, W_O was found."""
+    seen = call.q is not None and call.k is not None and call.scale is not None
+    return seen and call.output_gate is None and call.output is not None
+
+
 def top_contributions(
     call: AttentionCall,
     *,
     top_k: int = 16,
     rows: Sequence[int] | Tensor | None = None,
+    columns: Sequence[int] = (),
     dtype: torch.dtype | None = None,
 ) -> TopContributions:
     """The strongest keys of every query of one captured call, no pattern formed.
@@ -68,13 +76,14 @@ def top_contributions(
     call : a record from `attndiag.capture`; its sampled certificate decides whether the result is verified.
     top_k : keys kept for each query, 1 to key_pos.
     rows : queries whose whole rows are kept too; negative ones count from the end.
+    columns : keys whose whole columns are kept too; likewise.
     dtype : of the computation; None is float32, or float64 for a float64 call.
 
     Raises
     ------
     NotApplicableError : q and k were not seen, or the head outputs are gated.
     UnsupportedModelError : there is no output projection; the text says why.
-    ShapeError : `top_k` exceeds the keys, or a row does not exist.
+    ShapeError : `top_k` exceeds the keys, or a row or column does not exist.
     InsufficientMemoryError : even the streaming estimate exceeds what is available.
     """
     if call.q is None or call.k is None or call.scale is None or call.output_gate is not None:
@@ -92,13 +101,14 @@ def top_contributions(
             call.v.to(work),
             w_o.to(work),
             scale=cast(float, call.scale),
-            mask=call.mask,
+            mask=_without_padding(call),
             is_causal=call.is_causal,
             softcap=call.softcap,
             sinks=call.sinks,
             position_bias=call.position_bias,
             top_k=top_k,
             rows=rows,
+            columns=columns,
             layer=call.module_name,
         )
     values = stream.top_contribution.masked_fill(stream.top_index < 0, torch.nan)
@@ -122,3 +132,14 @@ def top_contributions(
         failures=proof.failures,
     )
     return TopContributions(scores, stream)
+
+
+def _without_padding(call: AttentionCall) -> Tensor | None:
+    """The call's mask with the rows of padded queries closed, broadcast over the keys where it has no rows itself."""
+    if call.query_valid is None:
+        return call.mask
+    real = call.query_valid[:, None, :, None]
+    if call.mask is None:
+        return real
+    mask = call.mask[(None,) * (4 - call.mask.ndim)]
+    return mask & real if mask.dtype == torch.bool else mask.masked_fill(~real, -torch.inf)

@@ -18,8 +18,10 @@ from attndiag.models.load import LoadedModel
 
 # maps of [head, query, key] alive at once: pattern, head contribution and their float64 copies, shares, masks
 _MAPS_FLOAT32, _MAPS_FLOAT64 = 6, 8
+# queries whose scores a streaming block holds at once, with workspace
+_STREAM_BLOCKS = 256
 # share of the free memory that a run may take
-_USABLE = 0.9
+USABLE = 0.9
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class MemoryEstimate:
     @property
     def fits(self) -> bool:
         """False only where it is known not to."""
-        return self.available is None or self.needed <= _USABLE * self.available
+        return self.available is None or self.needed <= USABLE * self.available
 
     def __str__(self) -> str:
         free = "" if self.available is None else f" of {_gigabytes(self.available)} free"
@@ -67,8 +69,19 @@ class MemoryEstimate:
             )
 
 
-def estimate_memory(lm: LoadedModel, n_tokens: int) -> MemoryEstimate:
-    """What one prompt of `n_tokens` will need."""
+def map_bytes(heads: int, n_queries: int, n_keys: int) -> int:
+    """Bytes of the [head, query, key] maps alive at once while one call is measured."""
+    return heads * n_queries * n_keys * (4 * _MAPS_FLOAT32 + 8 * _MAPS_FLOAT64)
+
+
+def estimate_memory(lm: LoadedModel, n_tokens: int, *, backend: str = "auto", rows: int = 128) -> MemoryEstimate:
+    """What one prompt of `n_tokens` will need.
+
+    Parameters
+    ----------
+    backend : `"streaming"` forms no maps; `"auto"` does not where they would not fit.
+    rows : whole rows that a streamed call keeps.
+    """
     weights = sum(weight.numel() * weight.element_size() for weight in lm.model.parameters())
     config = _text_config(lm.config)
     width = _number(config, "hidden_size", "d_model", "n_embd", default=1024)
@@ -78,9 +91,14 @@ def estimate_memory(lm: LoadedModel, n_tokens: int) -> MemoryEstimate:
     size = next((weight.element_size() for weight in lm.model.parameters()), 4)
     # residual stream, q, k, v, attention output, gate and up projections, and a copy kept by the capture
     forward = n_tokens * (10 * width + 3 * inner) * size + n_tokens * vocabulary * size
-    maps = heads * n_tokens**2 * (4 * _MAPS_FLOAT32 + 8 * _MAPS_FLOAT64)
     parts = 4 * (min(BLOCK_ELEMENTS, n_tokens**2 * width) + heads * n_tokens * width)
-    return MemoryEstimate(weights, forward, maps + parts, available_bytes(torch.device(lm.device)), n_tokens)
+    maps = map_bytes(heads, n_tokens, n_tokens) + parts
+    # factors [head², key], kept rows and their copies, blocks of scores, totals
+    streamed = n_tokens * heads * (4 * heads + 4 * width // heads + rows * (4 + 8 * 5) + 4 * _STREAM_BLOCKS)
+    available = available_bytes(torch.device(lm.device))
+    fits = available is None or forward + maps <= USABLE * available
+    measures = streamed if backend == "streaming" or (backend == "auto" and not fits) else maps
+    return MemoryEstimate(weights, forward, measures, available, n_tokens)
 
 
 def _text_config(config: Any) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 from attndiag.hooks.recorder import Refusal
 from attndiag.models.encoding import Encoded
-from attndiag.runs.call_measures import CallMeasures
+from attndiag.runs.call_record import CallMeasures
 from attndiag.runs.measures import MEASURES
 from attndiag.runs.pairs import Pair
 from attndiag.runs.schemas import CHECKS, DISAGREEMENTS, HEADS, REFUSALS, SCORES, TOKENS
@@ -144,7 +144,7 @@ class _Part(NamedTuple):
 
 def check_rows(run: str, prompt: str, calls: Sequence[CallMeasures]) -> pa.Table:
     """The certificate and the completeness of every call."""
-    names = ("layer", "module", "kind", "call_index", "route", "kernel", "certified", "not_measured")
+    names = ("layer", "module", "kind", "call_index", "route", "kernel", "backend", "certified", "not_measured")
     columns: dict[str, list[Any]] = {name: [getattr(call, name) for call in calls] for name in names}
     for name in calls[0].checks:
         columns[name] = [call.checks[name] for call in calls]

@@ -29,7 +29,8 @@ from attndiag.models.access import accepts
 from attndiag.models.encoding import Encoded
 from attndiag.models.load import LoadedModel
 from attndiag.prompts import Prompt
-from attndiag.runs.call_measures import CallMeasures, CallSettings, measure_call
+from attndiag.runs.call_measures import measure_call
+from attndiag.runs.call_record import CallMeasures, CallSettings
 from attndiag.runs.folder import RunFolder
 from attndiag.runs.memory import MemoryEstimate, estimate_memory
 from attndiag.runs.rows import check_rows, disagreement_rows, head_rows, refusal_rows, score_rows, token_rows
@@ -96,9 +97,9 @@ def longest_prompt(lm: LoadedModel, prompts: Sequence[Prompt]) -> int:
     return max(lengths)
 
 
-def estimate_run(lm: LoadedModel, prompts: Sequence[Prompt]) -> MemoryEstimate:
+def estimate_run(lm: LoadedModel, prompts: Sequence[Prompt], *, backend: str = "auto") -> MemoryEstimate:
     """Memory that a run over these prompts needs, from the longest one."""
-    return estimate_memory(lm, longest_prompt(lm, prompts))
+    return estimate_memory(lm, longest_prompt(lm, prompts), backend=backend)
 
 
 def measure_prompts(
@@ -140,6 +141,7 @@ def measure_prompts(
     equal = _Once()
     rows: list[dict[str, Any]] = []
     kernels: set[str] = set()
+    backends: set[str] = set()
     for index, prompt in enumerate(named):
         if progress is not None:
             progress("measuring", index, len(named))
@@ -147,6 +149,7 @@ def measure_prompts(
         tables = _tables(run_id, prompt, measured, settings)
         rows.append(measured.row)
         kernels |= {call.kernel for call in measured.calls}
+        backends |= {call.backend for call in measured.calls if call.backend is not None}
         folder.write_shard(f"{index:06d}", tables)
     if progress is not None:
         progress("measuring", len(named), len(named))
@@ -154,6 +157,7 @@ def measure_prompts(
     facts |= {
         "status": "complete",
         "kernel": ", ".join(sorted(kernels)) or None,
+        "backend": ", ".join(sorted(backends)) or None,
         "logits_equal": equal.answer,
         "seconds": seconds,
     }
@@ -204,7 +208,9 @@ def _measure_prompt(lm: LoadedModel, prompt: Prompt, index: int, settings: RunSe
     try:
         encoded = lm.encode(prompt)
         row |= {"text": encoded.texts[0], "n_tokens": int(encoded.lengths[0])}
-        estimate_memory(lm, int(encoded.lengths[0])).require_fit(f"prompt {prompt.id!r}")
+        estimate_memory(
+            lm, int(encoded.lengths[0]), backend=settings.calls.backend, rows=settings.calls.most_ranked_rows
+        ).require_fit(f"prompt {prompt.id!r}")
         calls, refusals, logits, seconds = _captured(lm, encoded, settings, equal)
     except PROMPT_FAULTS as error:
         row |= {"status": "failed", "error": str(error)}

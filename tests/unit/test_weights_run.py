@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,15 @@ import torch
 from scipy.stats import kendalltau
 
 import attndiag
-from attndiag.errors import NotApplicableError, PromptError, RunFolderError
+from attndiag.errors import InsufficientMemoryError, NotApplicableError, PromptError, RunFolderError
 from attndiag.explanations.contributions import contributions
+from attndiag.hooks.record import AttentionCall
 from attndiag.models.known import KNOWN_MODELS
 from attndiag.models.load import LoadedModel
 from attndiag.prompts import Prompt
-from attndiag.runs import weights_run
-from attndiag.runs.call_measures import CallMeasures, CallSettings, measure_call
+from attndiag.runs import call_measures, weights_run
+from attndiag.runs.call_measures import measure_call
+from attndiag.runs.call_record import CallMeasures, CallSettings
 from attndiag.runs.folder import RunFolder
 from attndiag.runs.memory import MemoryEstimate, estimate_memory
 from attndiag.runs.weights_run import RunSettings, estimate_run, measure_prompts, run_identity
@@ -272,6 +275,83 @@ def test_a_call_that_does_not_reproduce_the_model_is_not_certified(tiny_lm: Load
     assert "|A v - z|" in kept[0].checks["failures"]
 
 
+STREAMED = (
+    "sink_weight", "learned_sink_mass", "special_weight", "sink_head_contribution_share", "head_written", "sink_v_norm",
+    "other_v_norm", "sink_f_norm", "other_f_norm", "rank_agreement", "rank_agreement_above_chance", "top_key_differs",
+    "sink_contribution_share", "layer_written", "layer_rank_agreement", "layer_top_key_differs", "sink_keys",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["When Mary and John went to the store, John gave a drink", "When Mary", "When"])
+def test_streamed_measures_equal_those_of_the_maps(tiny_lm: LoadedModel, text: str) -> None:
+    encoded = tiny_lm.encode(text)
+    special = encoded.special[0].numpy()
+    both: list[tuple[CallMeasures, CallMeasures]] = []
+
+    def measure(call: AttentionCall) -> None:
+        maps, streamed = (
+            measure_call(call, special, CallSettings(backend=backend, most_ranked_rows=8))
+            for backend in ("reference", "streaming")
+        )
+        both.append((maps, streamed))
+
+    with attndiag.capture(tiny_lm, on_call=measure):
+        tiny_lm.run(encoded.inputs)
+    assert both
+    for maps, streamed in both:
+        assert (maps.backend, streamed.backend) == ("reference", "streaming")
+        assert streamed.certified and streamed.last_query == maps.last_query
+        for group in ("per_head", "per_layer"):
+            want, got = getattr(maps, group), getattr(streamed, group)
+            # the median over all pairs is the one thing that a stream does not keep
+            assert set(want) - set(got) <= {"cancellation"} and set(got) <= set(want) and set(got) <= set(STREAMED)
+            for name in got:
+                np.testing.assert_allclose(got[name].values, want[name].values, rtol=1e-4, atol=1e-5, err_msg=name)
+                np.testing.assert_array_equal(got[name].n, want[name].n, err_msg=name)
+                np.testing.assert_array_equal(got[name].undefined, want[name].undefined, err_msg=name)
+        assert set(streamed.last_query_scores) == set(maps.last_query_scores)
+        for name, values in streamed.last_query_scores.items():
+            np.testing.assert_allclose(values, maps.last_query_scores[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_masked_bidirectional_call_streams_alike() -> None:
+    known = KNOWN_MODELS["sink_against_value"]()
+    lm = attndiag.load(known.model, tokenizer=known.tokenizer())
+    encoded = lm.encode(SINK_PROMPT)
+    calls: list[AttentionCall] = []
+    with attndiag.capture(lm, on_call=calls.append):
+        lm.run(encoded.inputs)
+    special = np.array([True] + [False] * 5)
+    n = calls[0].n_keys
+    # the same order of reading, told by a mask
+    order = torch.ones(n, n, dtype=torch.bool).tril()[None, None]
+    masked = replace(calls[0], is_causal=False, mask=order)
+    one = measure_call(masked, special, CallSettings(backend="streaming"))
+    other = measure_call(calls[0], special, CallSettings(backend="reference"))
+    for name, found in {**one.per_head, **one.per_layer}.items():
+        want = {**other.per_head, **other.per_layer}[name]
+        np.testing.assert_allclose(found.values, want.values, rtol=1e-5, atol=1e-5, err_msg=name)
+        np.testing.assert_array_equal(found.n, want.n, err_msg=name)
+
+
+def test_a_call_whose_maps_do_not_fit_is_streamed_or_refused(
+    tiny_lm: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded = tiny_lm.encode("When Mary and John went")
+    calls: list[AttentionCall] = []
+    with attndiag.capture(tiny_lm, on_call=calls.append):
+        tiny_lm.run(encoded.inputs)
+    special = encoded.special[0].numpy()
+    monkeypatch.setattr(call_measures, "available_bytes", lambda _: 1000)
+    assert measure_call(calls[0], special, CallSettings()).backend == "streaming"
+    hidden = replace(calls[0], q=None)
+    with pytest.raises(InsufficientMemoryError, match="cannot be streamed; shorten the prompt"):
+        measure_call(hidden, special, CallSettings())
+    run = measure_prompts(tiny_lm, [Prompt("When Mary and John", id="a")], tmp_path / "out")
+    assert run.folder.read("runs").backend.tolist() == ["streaming"]
+    assert set(run.folder.read("checks").backend) == {"streaming"}
+
+
 def test_bad_requests_are_refused_before_any_work(tiny_lm: LoadedModel, tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="there are no prompts; give at least one"):
         measure_prompts(tiny_lm, [], tmp_path / "out")
@@ -299,7 +379,7 @@ def test_memory_is_estimated_before_and_too_much_is_refused(
     assert estimate_run(tiny_lm, prompts).n_tokens == len(tiny_lm.encode(prompts[0]).input_ids[0])
     tight = MemoryEstimate(1, 500, 500, 1000, 9)
     assert not tight.fits
-    monkeypatch.setattr(weights_run, "estimate_memory", lambda *_: tight)
+    monkeypatch.setattr(weights_run, "estimate_memory", lambda *_, **__: tight)
     outcome = measure_prompts(tiny_lm, [Prompt("When Mary", id="a")], tmp_path / "out")
     (error,) = outcome.folder.read("prompts").error
     assert error.startswith("prompt 'a' has 9 tokens and needs about 0 MB, but 0 MB are free; shorten the prompt")
