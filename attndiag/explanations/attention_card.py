@@ -20,8 +20,8 @@ from attndiag.explanations.position_probe import positions_of
 from attndiag.explanations.probing import Probe, as_loaded, probe_of, run_probe
 from attndiag.explanations.visible import Visible, asking_kernels, shape_of, visible_of
 from attndiag.hooks.capture_context import capture
+from attndiag.hooks.captured import Captured
 from attndiag.hooks.record import AttentionCall
-from attndiag.hooks.recorder import Captured
 from attndiag.hooks.structure import layer_of
 from attndiag.models.access import accepts
 from attndiag.models.load import LoadedModel

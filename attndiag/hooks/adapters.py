@@ -134,6 +134,8 @@ def adapting(recorder: Recorder, model: nn.Module, adapters: Mapping[str, Custom
             for inner, part in modules[name].named_modules():
                 if inner:
                     handles.append(part.register_forward_hook(_watch(inner, inside), with_kwargs=True))
+            # a module inside that is skipped this time must not lend its parts from the last
+            handles.append(modules[name].register_forward_pre_hook(_cleared(inside), prepend=True))
             hook = _after(recorder, name, adapter, inside)
             handles.append(modules[name].register_forward_hook(hook, with_kwargs=True, prepend=True))
         yield
@@ -144,6 +146,8 @@ def adapting(recorder: Recorder, model: nn.Module, adapters: Mapping[str, Custom
 
 def join_steps(calls: Sequence[AttentionCall]) -> AttentionCall:
     """The steps of one decoder as one call with all queries.
+
+    It stands on the weights of the steps: q, k, masks and replays were each step's own and are not joined.
 
     Parameters
     ----------
@@ -163,20 +167,44 @@ def join_steps(calls: Sequence[AttentionCall]) -> AttentionCall:
             raise UnsupportedModelError(
                 f"call {call.call_index} of {call.module_name} reads other values than call {first.call_index}"
             )
-    outputs = [call.attn_out for call in calls]
     return replace(
         first,
+        q=None,
+        k=None,
+        scale=None,
+        mask=None,
+        is_causal=False,
+        softcap=None,
+        sinks=None,
+        window=None,
+        position_bias=None,
+        replay=None,
         z=torch.cat([call.z for call in calls], 1),
         traced_pattern=torch.cat([call.pattern for call in calls], 2),
-        attn_out=None if any(o is None for o in outputs) else torch.cat(outputs, 1),  # type: ignore[arg-type]
-        query_valid=None,
+        attn_out=_joined([call.attn_out for call in calls]),
+        output_gate=_joined([call.output_gate for call in calls]),
+        query_valid=_joined([call.query_valid for call in calls]),
         trace=None,
+        past=None,
     )
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The steps' tensors along the queries; None where a step has none."""
+    known = [part for part in parts if part is not None]
+    return torch.cat(known, 1) if len(known) == len(parts) else None
 
 
 def _watch(name: str, inside: dict[str, tuple[Tensor | None, Any]]) -> Callable[..., None]:
     def hook(_module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         inside[name] = (first_tensor(args or tuple(kwargs.values())), output)
+
+    return hook
+
+
+def _cleared(inside: dict[str, tuple[Tensor | None, Any]]) -> Callable[..., None]:
+    def hook(_module: nn.Module, _args: tuple) -> None:
+        inside.clear()
 
     return hook
 

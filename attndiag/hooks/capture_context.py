@@ -21,8 +21,9 @@ from torch import nn
 from attndiag.errors import UnsupportedModelError
 from attndiag.hooks.adapters import CustomAttention, adapting
 from attndiag.hooks.bridge import bridge_listening
+from attndiag.hooks.captured import Captured
 from attndiag.hooks.record import AttentionCall
-from attndiag.hooks.recorder import Captured, Recorder
+from attndiag.hooks.recorder import Recorder
 from attndiag.hooks.routed import listening
 from attndiag.models.bridge_model import BridgeModel, is_bridge
 from attndiag.models.load import LoadedModel

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from attndiag.hooks.pausing import edits_paused
 from attndiag.hooks.residual import FIT_TOLERANCE
 from attndiag.hooks.routed import RoutedArguments, listening, listening_apart
+from attndiag.hooks.structure import without_hooks
 
 _CACHES = ("past_key_values", "past_key_value", "cache", "layer_past")
 _NOT_A_GATE = (
@@ -82,11 +83,9 @@ def _over_new_keys(mask: Any, n_queries: int) -> Any:
 def _input_under(module: nn.Module, projection: nn.Module, z: Tensor, arguments: dict[str, Any]) -> Tensor | None:
     """Input of the projection under head outputs `z`; None unless the module makes exactly one attention call."""
     seen: list[Tensor] = []
-    handle = projection.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
     listener = _ReplaceZ(module, z.detach())
-    try:
-        with edits_paused(), listening_apart(), listening(listener), torch.no_grad():
-            module(**arguments)
-    finally:
-        handle.remove()
+    with without_hooks(module), edits_paused(), listening_apart(), listening(listener), torch.no_grad():
+        # put among the hooks of the trial alone, and gone with them
+        projection.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+        module(**arguments)
     return seen[-1].reshape(z.shape) if listener.calls == 1 and seen else None

@@ -25,7 +25,11 @@ class GateCandidate:
 
 @dataclass(eq=False)
 class PendingCall:
-    """A call whose output projection and block are not known yet."""
+    """A call whose output projection and block are not known yet.
+
+    `kept` is a copy of z as the watched softmax left it: a few modules go on to change it in place (VITS adds the
+    values of relative positions), and then it is no longer A v.
+    """
 
     call: AttentionCall
     trace: BlockTrace | None
@@ -34,10 +38,15 @@ class PendingCall:
     attn_out: Tensor | None = None
     sequence_first: bool = False
     gate_candidates: list[GateCandidate] = field(default_factory=list)
+    kept: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.call.route == "traced":
+            self.kept = self.call.z.detach().clone()
 
     def is_output(self, tensor: Tensor) -> bool:
         """True when `tensor` is the flattened z of this call, its first two axes in either order."""
-        z = self.call.z
+        z = self.call.z if self.kept is None else self.kept
         if tensor.numel() != z.numel() or tensor.shape[-1] != z.shape[2] * z.shape[3] or tensor.dtype != z.dtype:
             return False
         if tensor.data_ptr() == z.data_ptr() or torch.equal(tensor.reshape(-1), z.reshape(-1)):
@@ -51,8 +60,12 @@ class PendingCall:
     def finished(self, find_gate: Callable[[AttentionCall, GateCandidate], tuple[Tensor | None, str]]) -> AttentionCall:
         """The record with its output projection, or with the reason why it has none."""
         call, found, attn_out, gate = self.call, self.projection, self.attn_out, None
+        if self.kept is not None and not torch.equal(self.kept, call.z):
+            call = replace(call, z=self.kept)
         trace = None if self.trace is None else replace(self.trace, attention_order=self.order)
         reason = "no linear map takes the head outputs as its input"
+        if call is not self.call:
+            reason = "the head outputs were changed in place, by more than attention, before the output projection"
         if found is None and call.route == "routed":
             for candidate in self.gate_candidates:
                 gate, why_not = find_gate(call, candidate)

@@ -49,6 +49,10 @@ class AttentionCall:
     output_gate : [batch, query_pos, head, d_value], the factor between z and W_O where the module has one.
     attn_out : [batch, query_pos, d_model], output of W_O. None where W_O was not found.
     query_valid : [batch, query_pos] boolean, False for padding; None when nothing is padded.
+    past : keys that a cache held before query 0, told by the cache itself; None where the module was given none.
+    attends : `"tokens"`, or what the keys are instead: `"channels"` (the positions stand on the feature axis of q and
+        k) or `"states"` (they stand on the head axis: every position attends over vectors of its own, such as earlier
+        blocks). Told from the shapes of the module's input and of q.
     """
 
     module_name: str
@@ -77,6 +81,8 @@ class AttentionCall:
     replay: Replay | None = None
     traced_pattern: Tensor | None = None
     trace: BlockTrace | None = None
+    past: int | None = None
+    attends: Literal["tokens", "channels", "states"] = "tokens"
 
     # ------------------------------------------------------------------ sizes
     @property
@@ -101,8 +107,12 @@ class AttentionCall:
 
     @property
     def diagonal_offset(self) -> int:
-        """Key index of query 0's own token in a self-attention call: keys that came from a cache precede it."""
-        return self.n_keys - self.n_queries
+        """Key index of query 0's own token in a self-attention call: keys that came from a cache precede it.
+
+        Keys that a sliding cache has dropped do not count; room that a static cache keeps free stands behind.
+        """
+        newest = self.n_keys - self.n_queries
+        return newest if self.past is None else min(self.past, newest)
 
     # ------------------------------------------------------- quantities on demand
     def formula_pattern(self, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -17,11 +16,13 @@ from torch import Tensor, nn
 
 from attndiag.errors import NothingCapturedError, UnsupportedModelError
 from attndiag.hooks.adapters import require_product
+from attndiag.hooks.call_facts import TokenMasks, attends_over, past_length, reads_another_sequence
+from attndiag.hooks.captured import Captured, Refusal
 from attndiag.hooks.gates import find_output_gate
 from attndiag.hooks.pending import GateCandidate, PendingCall, split_chunks
 from attndiag.hooks.record import AttentionCall
 from attndiag.hooks.residual import BlockTrace, SeenChild, SeenNorm
-from attndiag.hooks.routed import DROPOUT_IS_ACTIVE, RoutedArguments, kernel_terms
+from attndiag.hooks.routed import DROPOUT_IS_ACTIVE, RoutedArguments, as_heads, kernel_terms, replay_of
 from attndiag.hooks.structure import (
     block_names,
     bound_arguments,
@@ -31,35 +32,10 @@ from attndiag.hooks.structure import (
     layer_of,
     looks_like_attention,
     looks_like_mixer,
-    module_parts,
     modules_to_trace,
 )
 from attndiag.hooks.traced import TracedSoftmax, watching_softmax
 from attndiag.models.projections import is_linear_like
-
-_OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "kv")
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A layer that mixes tokens but has no softmax weights that could be captured."""
-
-    module_name: str
-    module_class: str
-    reason: str
-
-
-@dataclass
-class Captured:
-    """What a capture collected: filled while the context runs, complete once it is left."""
-
-    calls: list[AttentionCall] = field(default_factory=list)
-    refusals: list[Refusal] = field(default_factory=list)
-    n_calls: int = 0
-
-    def layer(self, index: int) -> list[AttentionCall]:
-        """The calls of one layer, in order."""
-        return [call for call in self.calls if call.layer == index]
 
 
 class Recorder:
@@ -86,7 +62,8 @@ class Recorder:
         self._pending: list[PendingCall] = []
         self._arguments: dict[int, dict[str, Any]] = {}
         self._ran_without_call: dict[str, nn.Module] = {}
-        self._token_masks: dict[str, Tensor] = {}
+        self._past: dict[int, int | None] = {}
+        self._token_masks = TokenMasks(model)
         self._tracers: list[Any] = []
         self._replaying = False
 
@@ -144,12 +121,8 @@ class Recorder:
 
     # ------------------------------------------------------------- the model's own events
     def _before_model(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self._token_masks = {}
-        given = bound_arguments(module, args, kwargs)
-        for name in ("attention_mask", "decoder_attention_mask"):
-            mask = given.get(name)
-            if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.bool().all()):
-                self._token_masks[name] = mask.bool()
+        if not self._replaying:
+            self._token_masks.read(module, args, kwargs)
 
     def _before_block(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self._replaying:
@@ -198,7 +171,8 @@ class Recorder:
     def _before_attention(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if not self._replaying:
             self._ran_without_call[self._names[id(module)]] = module
-            self._arguments[id(module)] = bound_arguments(module, args, kwargs)
+            given = self._arguments[id(module)] = bound_arguments(module, args, kwargs)
+            self._past[id(module)] = past_length(module, given)
 
     # ---------------------------------------------------------------- attention calls
     def on_routed(self, arguments: RoutedArguments, output: Any) -> Any:
@@ -239,6 +213,7 @@ class Recorder:
                 window=terms.window,
                 position_bias=terms.position_bias,
                 replay=replay_of(arguments, q.shape[1]),
+                attends=attends_over(q, self._arguments.get(id(arguments.module), {})),
             ),
         )
         return output
@@ -299,16 +274,15 @@ class Recorder:
         index = self._call_counts[name]
         self._call_counts[name] += 1
         given = self._arguments.get(id(module), {})
-        cross = any(given.get(key) is not None for key in _OTHER_SEQUENCE) or bool(
-            getattr(module, "is_cross_attention", False)
-        )
+        cross = reads_another_sequence(module, given)
         return {
             "module_name": name,
             "module_class": type(module).__name__,
             "layer": layer_of(name, module, self._model),
             "call_index": index,
             "kind": "cross" if cross else "self",
-            "query_valid": self._valid_queries(name, cross, z, n_keys),
+            "query_valid": self._token_masks.valid_queries(name, cross, z, n_keys),
+            "past": None if cross else self._past.get(id(module)),
         }
 
     def _note(self, call: AttentionCall) -> PendingCall | None:
@@ -422,18 +396,7 @@ class Recorder:
                 f"no attention call at layer {missing}; this forward made calls at layers {sorted(self._layers_seen)}"
             )
 
-    # ---------------------------------------------------------------------- helpers
-    def _valid_queries(self, name: str, cross: bool, z: Tensor, n_keys: int) -> Tensor | None:
-        """Which queries are tokens. A mask as long as the keys covers the cache too: its tail is the queries."""
-        config = getattr(self._model, "config", None)
-        decodes = bool(getattr(config, "is_encoder_decoder", False)) and "decoder" in module_parts(name)
-        mask = self._token_masks.get("decoder_attention_mask" if decodes else "attention_mask")
-        n_queries = z.shape[1]
-        lengths = (n_queries,) if cross else (n_queries, n_keys)
-        if mask is None or mask.shape[0] != z.shape[0] or mask.shape[1] not in lengths or mask.shape[1] < n_queries:
-            return None
-        return mask[:, -n_queries:]
-
+    # ---------------------------------------------------------------------- tracing
     def _start_tracing(self, module: nn.Module, _args: tuple, _kwargs: dict) -> None:
         stack = ExitStack()
         stack.enter_context(watching_softmax(lambda seen: self._on_softmax(module, seen), head_count(module)))
@@ -442,25 +405,3 @@ class Recorder:
     def _stop_tracing(self, _module: nn.Module, _args: tuple, _output: Any) -> None:
         if self._tracers:
             self._tracers.pop().close()
-
-
-def replay_of(arguments: RoutedArguments, n_heads: int) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
-    """The kernel of a call as a function of the values alone."""
-
-    def replay(values: Tensor) -> tuple[Tensor, Tensor | None]:
-        result = arguments.run(v=values)
-        z = as_heads(result[0], n_heads, values.shape[-1], arguments.q.shape[2])
-        if z is None:
-            raise UnsupportedModelError(f"the attention function returned {tuple(result[0].shape)} when run again")
-        return z, result[1] if len(result) > 1 else None
-
-    return replay
-
-
-def as_heads(z: Tensor, n_heads: int, d_value: int, n_queries: int) -> Tensor | None:
-    """[batch, query_pos, head, d_value] from that or from its flattened form; None for anything else."""
-    if z.ndim == 4 and tuple(z.shape[1:]) == (n_queries, n_heads, d_value):
-        return z
-    if z.ndim == 3 and tuple(z.shape[1:]) == (n_queries, n_heads * d_value):
-        return z.unflatten(-1, (n_heads, d_value))
-    return None

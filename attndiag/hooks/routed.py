@@ -5,7 +5,7 @@ listener is active, `get_interface` and `__getitem__` return a wrapper round the
 one included. The configuration is not touched, so masks and kernels stay what they were and outputs are bit-equal.
 
 The patch is process-wide, so it is guarded by a lock, counts its users, filters on module identity and is undone when
-the last listener leaves.
+the last listener leaves. Muting listeners for a trial run is a matter of the thread that makes it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import threading
 from collections.abc import Callable, Collection
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from transformers.modeling_utils import AttentionInterface
 
 from attndiag.core.masks import causal_mask, intersect, padding_mask, window_mask
+from attndiag.errors import UnsupportedModelError
 
 _REAL_GET_INTERFACE = AttentionInterface.get_interface
 _REAL_GETITEM = AttentionInterface.__getitem__
@@ -31,6 +33,7 @@ DROPOUT_IS_ACTIVE = (
 )
 _lock = threading.RLock()
 _listeners: list[RoutedListener] = []
+_muted: ContextVar[frozenset[int]] = ContextVar("attndiag_muted_listeners", default=frozenset())
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,18 +95,17 @@ def listening(listener: RoutedListener, *, first: bool = False):
 
 @contextmanager
 def listening_apart():
-    """Listeners that are active now hear nothing until the context is left; new ones may come and go."""
+    """Listeners that are active now hear nothing of this thread until the context is left; new ones do.
+
+    Other threads go on: a replay in one must not cost a capture in another its calls.
+    """
     with _lock:
-        kept = list(_listeners)
-        _listeners.clear()
+        active = list(_listeners)  # kept alive, so that no other listener can take one of their ids meanwhile
+    token = _muted.set(_muted.get() | {id(listener) for listener in active})
     try:
         yield
     finally:
-        with _lock:
-            _listeners.extend(kept)
-            if kept:
-                AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign]
-                AttentionInterface.__getitem__ = _getitem  # type: ignore[method-assign]
+        _muted.reset(token)
 
 
 def _get_interface(self: AttentionInterface, attn_implementation: str, default: Callable) -> Callable:
@@ -121,7 +123,8 @@ def _wrapped(function: Callable) -> Callable:
     @functools.wraps(function)
     def watched(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         output = function(module, query, key, value, *args, **kwargs)
-        interested = [listener for listener in _listeners if id(module) in listener.modules]
+        muted = _muted.get()
+        interested = [each for each in _listeners if id(module) in each.modules and id(each) not in muted]
         if interested:
             options = dict(kwargs)
             mask = args[0] if args else options.pop("attention_mask", None)
@@ -231,3 +234,25 @@ def _applied_mask(arguments: RoutedArguments, window: int | None) -> tuple[Tenso
     if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-1] > n_keys:
         mask = mask[..., :n_keys]  # eager functions cut a mask that was made for a longer cache
     return (mask if isinstance(mask, Tensor) else None), False
+
+
+def replay_of(arguments: RoutedArguments, n_heads: int) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
+    """The kernel of a call as a function of the values alone."""
+
+    def replay(values: Tensor) -> tuple[Tensor, Tensor | None]:
+        result = arguments.run(v=values)
+        z = as_heads(result[0], n_heads, values.shape[-1], arguments.q.shape[2])
+        if z is None:
+            raise UnsupportedModelError(f"the attention function returned {tuple(result[0].shape)} when run again")
+        return z, result[1] if len(result) > 1 else None
+
+    return replay
+
+
+def as_heads(z: Tensor, n_heads: int, d_value: int, n_queries: int) -> Tensor | None:
+    """[batch, query_pos, head, d_value] from that or from its flattened form; None for anything else."""
+    if z.ndim == 4 and tuple(z.shape[1:]) == (n_queries, n_heads, d_value):
+        return z
+    if z.ndim == 3 and tuple(z.shape[1:]) == (n_queries, n_heads * d_value):
+        return z.unflatten(-1, (n_heads, d_value))
+    return None

@@ -7,8 +7,7 @@ the head outputs, the feed-forward branch is the last module whose output c sati
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +20,7 @@ from attndiag.hooks.capture_context import capture
 from attndiag.hooks.record import AttentionCall
 from attndiag.hooks.residual import FIT_TOLERANCE
 from attndiag.hooks.routed import listening_apart
-from attndiag.hooks.structure import block_names, first_tensor, is_norm, module_parts
+from attndiag.hooks.structure import block_names, first_tensor, is_norm, module_parts, without_hooks
 from attndiag.models.access import accepts, evaluating, input_embedding
 
 _TRIAL_TOKENS = 6
@@ -147,28 +146,6 @@ def _find(model: nn.Module) -> tuple[BlockSites, ...]:
             )
         )
     return tuple(sites)
-
-
-_HOOK_TABLES = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
-
-
-@contextmanager
-def without_hooks(model: nn.Module) -> Iterator[None]:
-    """The model without the hooks that it has now: a capture around the trial must not take it for the user's run."""
-    kept = [(module, name, getattr(module, name)) for module in model.modules() for name in _HOOK_TABLES]
-    try:
-        for module, name, table in kept:
-            setattr(module, name, type(table)())
-        yield
-    finally:
-        for module, name, table in kept:
-            setattr(module, name, table)
 
 
 class _BlockWatch:

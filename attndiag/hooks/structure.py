@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -117,3 +118,25 @@ def bound_arguments(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, A
 @functools.cache
 def _parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """The model without the hooks that it has now: whoever listens must not take a trial for the user's run."""
+    kept = [(module, name, getattr(module, name)) for module in model.modules() for name in _HOOK_TABLES]
+    try:
+        for module, name, table in kept:
+            setattr(module, name, type(table)())
+        yield
+    finally:
+        for module, name, table in kept:
+            setattr(module, name, table)

@@ -7,7 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BertConfig, BertModel, StaticCache
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    DynamicCache,
+    MistralConfig,
+    MistralForCausalLM,
+    StaticCache,
+)
 
 import attndiag
 from attndiag.errors import NotApplicableError
@@ -209,17 +219,63 @@ def test_fused_refuses_what_it_cannot_do_and_auto_falls_back_without_changing_a_
     assert torch.equal(auto.values, reference.values)
 
 
-def test_a_static_cache_has_no_diagonal_to_guess(tiny_llama):
-    ids = torch.randint(2, 64, (1, 6))
+RESIDUAL_KINDS = ("contribution_residual", "mixing_ratio", "alti", "alti_l2")
+
+
+@pytest.mark.parametrize("parts", [[9], [5, 4], [5, 1, 3]])
+def test_a_static_cache_tells_its_diagonal(tiny_llama, parts):
+    ids = torch.randint(2, 64, (2, 9))
+    whole = capture_one(tiny_llama, ids, 1)
+    cache = StaticCache(config=tiny_llama.config, max_cache_len=14)
+    with torch.no_grad(), attndiag.capture(tiny_llama, layers=[1]) as captured:
+        for part in ids.split(parts, dim=1):
+            tiny_llama(part, past_key_values=cache)
+    assert [call.past for call in captured.calls] == [sum(parts[:index]) for index in range(len(parts))]
+    for kind in ("contribution", *RESIDUAL_KINDS):
+        expected = attndiag.contributions(whole, kind).values
+        steps = [attndiag.contributions(call, kind) for call in captured.calls]
+        assert all(step.verified for step in steps)
+        if kind == "mixing_ratio":
+            torch.testing.assert_close(torch.cat([s.values for s in steps], 1), expected, atol=1e-5, rtol=1e-4)
+            continue
+        joined = torch.cat([step.values for step in steps], -2)
+        torch.testing.assert_close(joined[..., :9], expected, atol=1e-5, rtol=1e-4)
+        assert float(joined[..., 9:].abs().max()) == 0.0
+
+
+def test_a_sliding_cache_counts_from_what_is_left():
+    config = MistralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=5, bos_token_id=0, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = MistralForCausalLM(config).eval()
+    ids = torch.randint(2, 64, (1, 12))
+    expected = attndiag.contributions(capture_one(model, ids, 1), "contribution_residual").values
+    for cache in (DynamicCache(config=config), StaticCache(config=config, max_cache_len=16)):
+        seen: list[tuple[int | None, Tensor]] = []
+
+        def look(call, seen=seen) -> None:  # at once: a static cache goes on to overwrite these very tensors
+            scores = attndiag.contributions(call, "contribution_residual").require_verified()
+            seen.append((call.past, scores.values[0, 0, call.diagonal_offset]))
+
+        with torch.no_grad(), attndiag.capture(model, layers=[1], on_call=look):
+            for part in ids.split([9, 1, 1, 1], dim=1):
+                model(part, past_key_values=cache)
+        assert [past for past, _ in seen] == [0, 9, 10, 11]
+        for query, own in seen[1:]:
+            torch.testing.assert_close(own, expected[0, query, query], atol=1e-5, rtol=1e-4)
+
+
+def test_room_behind_the_newest_key_is_no_diagonal_to_guess(tiny_llama):
     cache = StaticCache(config=tiny_llama.config, max_cache_len=9)
     with torch.no_grad(), attndiag.capture(tiny_llama, layers=[1]) as captured:
-        tiny_llama(ids, past_key_values=cache)
-    call = captured.calls[0]
-    whole = attndiag.contributions(capture_one(tiny_llama, ids, 1)).values
-    torch.testing.assert_close(attndiag.contributions(call).values[..., :6], whole, atol=1e-5, rtol=1e-4)
-    for kind in ("contribution_residual", "mixing_ratio", "alti"):
+        tiny_llama(torch.randint(2, 64, (1, 6)), past_key_values=cache)
+    call = replace(captured.calls[0], past=None)
+    for kind in RESIDUAL_KINDS:
         with pytest.raises(NotApplicableError, match="dynamic cache"):
             attndiag.contributions(call, kind)
+    with pytest.raises(NotApplicableError, match="room behind its newest key"):
+        attndiag.contributions(captured.calls[0], "contribution_residual", backend="fused")
 
 
 def test_wrong_names_are_refused_with_the_right_ones(tiny_llama):
