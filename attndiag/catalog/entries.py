@@ -21,6 +21,12 @@ def _estimate(method: str, what: str, cost: str) -> Method:
     return Method(name, what, home, "edge", "signed", "target", cost, needs, call="prompt", fixed={"method": method})
 
 
+def _value_effect(name: str, value: str, what: str) -> Method:
+    home = "attndiag.explanations.value_zeroing:value_effects"
+    cost, needs = "1 + n forwards", ("attention weights",)
+    return Method(name, what, home, "token", "signed", "target", cost, needs, call="prompt", fixed={"value": value})
+
+
 def _contribution(kind: str, what: str, source: str, **more: Any) -> Method:
     given: dict[str, Any] = {
         "scope": "edge",
@@ -134,6 +140,20 @@ CATALOG = catalogue(
             (),
             "Lundberg 2017, arXiv 1705.07874",
         ),
+        _value_effect("value_zeroing_effect", "zero", "exact effect of a token's values being zero"),
+        _value_effect("mean_value_effect", "mean", "exact effect of a token's values being the prompt's mean"),
+        Method(
+            "induction",
+            "attention of the heads with the highest prefix-matching scores",
+            "attndiag.explanations.induction_attention:induction_attention",
+            "token",
+            "non-negative",
+            "mass",
+            "1 forward, and 2 of a probe once for a model",
+            ("attention weights", "causal attention with induction heads"),
+            "Olsson 2022, arXiv 2209.11895",
+            call="prompt",
+        ),
         # -------------------------------------------------------------------------------- edges
         Method(
             "edge_effect",
@@ -175,6 +195,18 @@ CATALOG = catalogue(
             "with_target", "the strongest refined at their own and the target's position", "1 + 1, and two tokens"
         ),
         _estimate("recomputed", "the strongest computed exactly", "1 + 1, and a restart an edge"),
+        Method(
+            "target_attribution",
+            "what a head and key write along the direction that the target reads; the direct path only",
+            "attndiag.explanations.direct_attribution:target_attributions",
+            "edge",
+            "signed",
+            "target",
+            "2 forwards + 1 backward through the unembedding",
+            ("attention weights", "an output projection", "a pre-norm residual stream"),
+            "ALTI-Logit, arXiv 2305.12535",
+            call="prompt",
+        ),
         # -------------------------------------------------------------------------------- heads
         Method(
             "head_effect",
@@ -261,6 +293,18 @@ CATALOG = catalogue(
         ),
         _contribution(
             "projection", "part of the attention output that a key accounts for", "definition", sign="signed"
+        ),
+        Method(
+            "value_zeroing",
+            "share of a position's block output that turns when a token's value is zero",
+            "attndiag.explanations.value_zeroing:value_zeroing",
+            "edge",
+            "non-negative",
+            "share of row",
+            "1 forward, and one of n rows to each layer",
+            ("attention weights", "numbered blocks"),
+            "Mohebbi 2023, arXiv 2301.12971",
+            call="untargeted",
         ),
         _contribution(
             "alti",

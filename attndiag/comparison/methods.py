@@ -1,11 +1,17 @@
 """Every method as one number for each token of a prompt.
 
-- Methods of the catalogue that speak of tokens (gradients, surrogates, replacement) are taken as they are.
+- Methods of the catalogue that speak of tokens (gradients, surrogates, replacement, `value_zeroing_effect`,
+  `mean_value_effect`, `induction`) are taken as they are.
 - `weight`, `value_norm`, `head_contribution`, `contribution`, `contribution_norm`, `contribution_residual`, `alti`,
-  `projection` speak of query and key. Their rows at the positions where the target is read become shares of the row,
-  which are then averaged over layers, heads and those positions. `name@L20` is one layer, `name@L20H3` one head.
-- `rollout`, `flow` (of the weights with a residual) and `alti_rollout` put the layers together first.
-- `pattern_attribution` and `edge_effect` are in units of the target, so their edges at those positions are added up.
+  `projection`, `value_zeroing` speak of query and key. Their rows at the positions where the target is read become
+  shares of the row, which are then averaged over layers, heads and those positions.
+- `rollout`, `flow` (of the weights with a residual), `alti_rollout` and `value_zeroing_rollout` put the layers together
+  first.
+- `pattern_attribution`, `edge_effect` and `target_attribution` are in units of the target, so their edges at those
+  positions are added up.
+
+`name@L20` is one layer, `name@L20H3` one head, of everything that has layers and heads (`PLACED`). Values zeroed in one
+layer are zeroed there alone.
 
 A method that does not fit the model is reported with its reason, never replaced by zeros.
 """
@@ -13,18 +19,18 @@ A method that does not fit the model is reported with its reason, never replaced
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from attndiag.catalog import CATALOG, explain, method_named
+from attndiag.catalog import CATALOG, UnknownParameterError, explain, method_named
 from attndiag.comparison.axis import TokenAxis
 from attndiag.core.mixing import alti_rollout, flow, rollout
 from attndiag.errors import AttnDiagError, NotApplicableError
-from attndiag.explanations.model_contributions import model_contributions
+from attndiag.explanations.induction_attention import THRESHOLD, prefix_matching
 from attndiag.models.load import LoadedModel
 
 if TYPE_CHECKING:
@@ -43,9 +49,13 @@ BY_ROW = (
     "contribution_norm",
     "alti",
     "projection",
+    "value_zeroing",
 )
-ACROSS_LAYERS = ("rollout", "flow", "alti_rollout")
-ADDED_UP = ("pattern_attribution", "edge_effect")
+ACROSS_LAYERS = ("rollout", "flow", "alti_rollout", "value_zeroing_rollout")
+ADDED_UP = ("pattern_attribution", "edge_effect", "target_attribution")
+# each token's values are replaced in the layers and heads that are asked for
+BY_VALUE = ("value_zeroing_effect", "mean_value_effect")
+PLACED = (*BY_ROW, *ADDED_UP, *BY_VALUE, "induction")
 _PLACE = re.compile(r"(?P<name>\w+)@L(?P<layer>\d+)(H(?P<head>\d+))?")
 
 
@@ -78,13 +88,14 @@ class PromptMethods:
 
     def __init__(self, lm: LoadedModel, axis: TokenAxis) -> None:
         self.lm, self.axis = lm, axis
-        self._kept: dict[str, Scores] = {}
+        self._kept: dict[tuple[str, str], Scores] = {}
 
-    def contributions(self, kind: str) -> Scores:
-        """`model_contributions` of the prompt, [layer, batch, (head,) query_pos, key_pos], computed once a kind."""
-        if kind not in self._kept:
-            self._kept[kind] = model_contributions(self.lm, self.axis.prompt, kind)  # type: ignore[arg-type]
-        return self._kept[kind]
+    def contributions(self, kind: str, params: Mapping[str, Any] | None = None) -> Scores:
+        """A query-key method about no target, [layer, batch, (head,) query_pos, key_pos], once for its params."""
+        key = (kind, repr(sorted((params or {}).items())))
+        if key not in self._kept:
+            self._kept[key] = explain(self.lm, self.axis.prompt, method=kind, **(params or {}))
+        return self._kept[key]
 
     @property
     def pattern(self) -> Array:
@@ -97,15 +108,24 @@ class PromptMethods:
         Raises
         ------
         UnknownMethodError : no such method; `check_methods` finds it before any work is done.
+        UnknownParameterError : the method has no such parameter.
         NotApplicableError, UnsupportedModelError, TargetError, ... : as the method itself says.
         """
         if method in ACROSS_LAYERS:
+            if params:
+                raise UnknownParameterError(f"{method} has no parameter {next(iter(params))!r}; it takes none")
             return self._across(method)
         name, layer, head = parse_method(method)
         if name in BY_ROW:
-            return self._by_row(method, name, layer, head)
+            return self._by_row(method, name, layer, head, params)
         if name in ADDED_UP:
-            return self._added_up(method, **params)
+            return self._added_up(method, name, layer, head, params)
+        if name in BY_VALUE:
+            given = dict(params)
+            given.update({} if layer is None else {"layers": [layer]}, **({} if head is None else {"heads": [head]}))
+            return _record(method, explain(self.lm, self.axis.prompt, self._target, method=name, **given), self.axis)
+        if name == "induction" and layer is not None:
+            params = {**params, "heads": self._induction_heads(method, layer, head, params)}
         return _record(method, explain(self.lm, self.axis.prompt, self._target, method=name, **params), self.axis)
 
     def replacement(self, replacement: Replacement) -> TokenScores:
@@ -121,20 +141,16 @@ class PromptMethods:
     def _target(self) -> Any:
         return self.axis.resolved.targets[0]
 
-    def _by_row(self, method: str, name: str, layer: int | None, head: int | None) -> TokenScores:
-        found = self.contributions(name)
-        values = found.numpy()[:, 0].astype(np.float64)
-        with_heads = "head" in found.axes
-        if layer is not None:
-            numbers = list(found.labels["layer"])
-            if layer not in numbers:
-                raise NotApplicableError(f"{method}: the layers with attention weights are {numbers}")
-            values = values[[numbers.index(layer)]]
-        if head is not None:
-            if not with_heads or head >= values.shape[1]:
-                there = f"heads 0 to {values.shape[1] - 1}" if with_heads else "no heads, all are summed"
-                raise NotApplicableError(f"{method}: {name} has {there}")
-            values = values[:, [head]]
+    def _by_row(
+        self, method: str, name: str, layer: int | None, head: int | None, params: Mapping[str, Any]
+    ) -> TokenScores:
+        given = dict(params)
+        if name == "value_zeroing":
+            # zeroing is by layer and head itself: only what is asked for is run
+            given.update({} if layer is None else {"layers": [layer]}, **({} if head is None else {"heads": [head]}))
+            head = None
+        found = self.contributions(name, given)
+        values = _placed(method, found, found.numpy()[:, 0].astype(np.float64), layer, head)
         rows = values[..., list(self.axis.queries), :].reshape(-1, values.shape[-1])
         size = np.abs(rows).sum(axis=1, keepdims=True)
         # an all-zero row is undefined: it has no shares, and no part in the mean
@@ -145,23 +161,66 @@ class PromptMethods:
         return TokenScores(method, mean, found.sign == "signed", "share", failures=found.failures)
 
     def _across(self, method: str) -> TokenScores:
-        found = self.contributions("alti" if method == "alti_rollout" else "weight")
+        kind = {"alti_rollout": "alti", "value_zeroing_rollout": "value_zeroing"}.get(method, "weight")
+        found = self.contributions(kind)
         layers = list(found.values.double())
         queries = list(self.axis.queries)
         if method == "flow":
             rows = flow(layers, holds_residual=False, queries=queries).values[0].cpu().numpy()
         else:
-            mixed = alti_rollout(layers) if method == "alti_rollout" else rollout(layers, holds_residual=False)
+            # a block's output holds the residual, and so does every row that was made of it
+            whole = kind == "value_zeroing"
+            mixed = alti_rollout(layers) if method == "alti_rollout" else rollout(layers, holds_residual=whole)
             rows = mixed[0].cpu().numpy()[queries]
         return TokenScores(method, rows.mean(axis=0), False, "share", failures=found.failures)
 
-    def _added_up(self, method: str, **params: Any) -> TokenScores:
-        given = {"queries": list(self.axis.queries), **params} if method == "edge_effect" else params
-        found = explain(self.lm, self.axis.prompt, self._target, method=method, **given)
-        rows = found.numpy().astype(np.float64)[..., list(self.axis.queries), :]
+    def _added_up(
+        self, method: str, name: str, layer: int | None, head: int | None, params: Mapping[str, Any]
+    ) -> TokenScores:
+        given = {"queries": list(self.axis.queries), **params} if name == "edge_effect" else dict(params)
+        if layer is not None:
+            given["layers"] = [layer]
+        found = explain(self.lm, self.axis.prompt, self._target, method=name, **given)
+        rows = _placed(method, found, found.numpy().astype(np.float64), layer, head)[..., list(self.axis.queries), :]
         seen = np.isfinite(rows).any(axis=(0, 1, 2))
         total = np.where(np.isfinite(rows), rows, 0.0).sum(axis=(0, 1, 2))
         return TokenScores(method, np.where(seen, total, np.nan), True, found.unit, failures=found.failures)
+
+    def _induction_heads(
+        self, method: str, layer: int, head: int | None, params: Mapping[str, Any]
+    ) -> list[tuple[int, int]]:
+        """The induction heads of one layer; a head that is none is refused with its score."""
+        if "heads" in params:
+            raise NotApplicableError(f"{method} names its heads itself; leave the parameter heads out")
+        scores = prefix_matching(self.lm)
+        here = {each: score for each, score in scores.items() if each[0] == layer and head in (None, each[1])}
+        least = float(params.get("threshold", THRESHOLD))
+        chosen = [each for each, score in here.items() if score >= least]
+        if not chosen:
+            best = max(here, key=lambda each: here[each], default=None)
+            most = "none was measured there" if best is None else f"the highest is L{layer}H{best[1]}, {here[best]:.2f}"
+            raise NotApplicableError(f"{method}: no head with a prefix-matching score of {least:g} or more ({most})")
+        return chosen
+
+
+def _placed(method: str, found: Scores, values: Array, layer: int | None, head: int | None) -> Array:
+    """`values` [layer, (head,) query_pos, key_pos] of one layer or head alone; both axes stay.
+
+    Raises
+    ------
+    NotApplicableError : there is no such layer or head.
+    """
+    if layer is not None:
+        numbers = list(found.labels["layer"])
+        if layer not in numbers:
+            raise NotApplicableError(f"{method}: the layers with attention weights are {numbers}")
+        values = values[[numbers.index(layer)]]
+    if head is not None:
+        if "head" not in found.axes or head >= values.shape[1]:
+            there = f"heads 0 to {values.shape[1] - 1}" if "head" in found.axes else "no heads, all are summed"
+            raise NotApplicableError(f"{method}: {found.method} has {there}")
+        values = values[:, [head]]
+    return values
 
 
 def _record(method: str, found: Scores, axis: TokenAxis) -> TokenScores:
@@ -183,14 +242,14 @@ def parse_method(method: str) -> tuple[str, int | None, int | None]:
 
     Raises
     ------
-    NotApplicableError : a layer or head for a method that is not by query and key.
+    NotApplicableError : a layer or head for a method that has none.
     """
     found = _PLACE.fullmatch(method)
     if found is None:
         return method, None, None
     name, head = found["name"], found["head"]
-    if name not in BY_ROW:
-        raise NotApplicableError(f"{method}: only {', '.join(BY_ROW)} can be asked for one layer or head")
+    if name not in PLACED:
+        raise NotApplicableError(f"{method}: only {', '.join(PLACED)} can be asked for one layer or head")
     return name, int(found["layer"]), None if head is None else int(head)
 
 

@@ -37,6 +37,7 @@ AXES = {
     "row": {("layer", "batch", "query_pos")},
 }
 QUICK: dict[str, dict[str, Any]] = {
+    "induction": {"threshold": 0.0},
     "integrated_gradients": {"steps": 4, "max_steps": 4},
     "gradient_shap": {"samples": 8},
     "lime": {"samples": 40},
