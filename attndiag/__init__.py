@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from attndiag.explanations.edge_truth import edge_effects
     from attndiag.explanations.head_history import heads_over_checkpoints
     from attndiag.explanations.head_scores import heads
+    from attndiag.explanations.implied_maps import implied_maps
     from attndiag.explanations.model_contributions import model_contributions
     from attndiag.explanations.replacement import Replacement
     from attndiag.explanations.target import score
@@ -66,6 +67,7 @@ _HOME = {
     "explain": "attndiag.catalog",
     "heads": "attndiag.explanations.head_scores",
     "heads_over_checkpoints": "attndiag.explanations.head_history",
+    "implied_maps": "attndiag.explanations.implied_maps",
     "load": "attndiag.models.load",
     "model_contributions": "attndiag.explanations.model_contributions",
     "read_prompts": "attndiag.runs.prompt_files",
@@ -98,6 +100,7 @@ __all__ = [
     "explain",
     "heads",
     "heads_over_checkpoints",
+    "implied_maps",
     "load",
     "model_contributions",
     "read_prompts",

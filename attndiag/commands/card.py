@@ -31,6 +31,9 @@ def card(
     model: Model = "default",
     output: Output = None,
     length: Length = None,
+    maps: Annotated[
+        bool, typer.Option("--maps", help="Also the token-to-token maps that layers without a softmax imply.")
+    ] = False,
     revision: options.Revision = None,
     device: options.Device = "auto",
     dtype: options.DType = "auto",
@@ -51,12 +54,13 @@ def card(
       attndiag card
       attndiag card gpt2 --json
       attndiag card my-folder -o card.html
+      attndiag card my-mamba --maps
     """
     _check_suffix(output, (".txt", ".json", ".html"))
     lm = _load(model, revision, device, dtype, attn_implementation, offline, quiet)
     from attndiag.explanations.attention_card import card as probe
 
-    made = probe(lm, length=length)
+    made = probe(lm, length=length, maps=maps)
     if output is not None:
         _write(output, made.to_text(), made.to_dict(), made.to_html())
         data(str(output))

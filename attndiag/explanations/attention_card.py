@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from attndiag.errors import NothingCapturedError, UnsupportedModelError
 from attndiag.explanations.card_claims import Difference, compare_with_config
+from attndiag.explanations.implied_maps import implied_maps
 from attndiag.explanations.position_probe import positions_of
 from attndiag.explanations.probing import Probe, as_loaded, probe_of, run_probe
 from attndiag.explanations.visible import Visible, asking_kernels, shape_of, visible_of
@@ -56,6 +57,8 @@ class LayerCard:
     certified : the record reproduces what the model computed.
     measurable : what can be measured here.
     limits : what cannot, and why.
+    attends : what the keys are: `"tokens"`, `"channels"` or `"states"` (see `AttentionCall`); masks, positions and
+        claims of the configuration are about tokens only.
     """
 
     module_name: str
@@ -82,6 +85,7 @@ class LayerCard:
     certified: bool | None = None
     measurable: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
+    attends: str = "tokens"
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +101,8 @@ class AttentionCard:
         full; None where the model keeps no cache.
     cache_bytes_fixed : bytes of state that do not grow with tokens (recurrent layers), for one row.
     differences : where the configuration says something else than the probe.
+    maps : facts about the map that each mixer without a softmax implies (see `implied_maps`), or the reason why it has
+        none; empty unless asked for.
     """
 
     model: str
@@ -110,6 +116,7 @@ class AttentionCard:
     cache_bytes_per_token: int | None
     cache_bytes_fixed: int
     differences: tuple[Difference, ...]
+    maps: tuple[dict[str, Any], ...] = ()
 
     def to_frame(self) -> pd.DataFrame:
         """One row for each layer."""
@@ -154,6 +161,7 @@ def card(
     inputs: Mapping[str, Any] | None = None,
     length: int | None = None,
     seed: int = 0,
+    maps: bool = False,
 ) -> AttentionCard:
     """Probe a model and describe the attention of every layer.
 
@@ -163,6 +171,7 @@ def card(
     inputs : one example batch for models that do not run on token ids alone.
     length : tokens of the probe; by default 32, or as long as it takes to see a window of up to 508 keys.
     seed : of the probe.
+    maps : also find the map that each mixer without a softmax implies, on 12 tokens; some seconds on a large model.
 
     Raises
     ------
@@ -198,7 +207,14 @@ def card(
         cache_bytes_per_token=growing,
         cache_bytes_fixed=fixed,
         differences=compare_with_config(lm.config, layers, int(probe.first.shape[1])),
+        maps=_map_facts(lm, inputs, seed) if maps else (),
     )
+
+
+def _map_facts(lm: LoadedModel, inputs: Mapping[str, Any] | None, seed: int) -> tuple[dict[str, Any], ...]:
+    found, refused = implied_maps(lm, inputs=inputs, seed=seed)
+    reasons = [{"module_name": name, "refused": reason} for name, reason in refused.items()]
+    return (*(each.facts() for each in found.values()), *reasons)
 
 
 def _probe(lm: LoadedModel, probe: Probe) -> tuple[Captured, list[Visible], Any]:
@@ -216,7 +232,8 @@ def _probe(lm: LoadedModel, probe: Probe) -> tuple[Captured, list[Visible], Any]
 
 
 def _call_card(call: AttentionCall, visible: Visible, positions: str) -> LayerCard:
-    shape = None if call.kind == "cross" else shape_of(visible)
+    about_tokens = call.kind == "self" and call.attends == "tokens"
+    shape = shape_of(visible) if about_tokens else None
     certificate = call.certificate
     measurable, limits = _measurable(call)
     return LayerCard(
@@ -232,11 +249,11 @@ def _call_card(call: AttentionCall, visible: Visible, positions: str) -> LayerCa
         kv_heads=call.n_kv_heads,
         d_head=None if call.q is None else call.q.shape[-1],
         d_value=call.v.shape[-1],
-        mask="all keys of the other sequence" if shape is None else shape.describe(),
+        mask=shape.describe() if shape is not None else _mask_of_others(call),
         causal=None if shape is None else shape.causal,
         window_seen=None if shape is None else shape.window,
         window_told=call.window,
-        positions="none" if call.kind == "cross" and positions == "unclear" else positions,
+        positions="none" if call.attends != "tokens" or (not about_tokens and positions == "unclear") else positions,
         scale=call.scale,
         softcap=call.softcap,
         sinks=call.sinks is not None,
@@ -244,7 +261,14 @@ def _call_card(call: AttentionCall, visible: Visible, positions: str) -> LayerCa
         certified=certificate.passed,
         measurable=measurable,
         limits=(*limits, *certificate.failures),
+        attends=call.attends,
     )
+
+
+def _mask_of_others(call: AttentionCall) -> str:
+    if call.kind == "cross":
+        return "all keys of the other sequence"
+    return f"none: its keys are {call.attends}, not tokens"
 
 
 def _measurable(call: AttentionCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -270,7 +294,10 @@ def _measurable(call: AttentionCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
         cannot.append("scores: the model computes its softmax itself, q and k are not seen")
     else:
         can.append("scores")
-    can += ["edge knock-out", "value zeroing", "head ablation"]
+    if call.attends == "tokens":
+        can += ["edge knock-out", "value zeroing", "head ablation"]
+    else:
+        cannot.append(f"anything by token: its keys are {call.attends}; its weights say nothing about tokens")
     return tuple(can), tuple(cannot)
 
 

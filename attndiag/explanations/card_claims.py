@@ -59,7 +59,7 @@ def compare_with_config(config: Any, layers: Sequence[LayerCard], length: int) -
 
     repeated = {layer.module_name for layer in layers if layer.call_index > 0}
     for layer in layers:
-        if layer.kind == "mixer" or layer.query_heads is None:
+        if layer.kind == "mixer" or layer.query_heads is None or layer.attends != "tokens":
             continue
         heads = _claim(text, layer, _HEADS)
         if heads is not None and layer.query_heads != heads[1]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attndiag.explanations.attention_card import AttentionCard, LayerCard
@@ -105,7 +105,25 @@ def _lists(card: AttentionCard) -> list[tuple[str, list[str]]]:
     found.append(("can be measured", [f"layers {_ranges(n)}: {', '.join(names)}" for names, n in able.items()]))
     if unable:
         found.append(("cannot be measured", [f"layers {_ranges(n)}: {limit}" for limit, n in unable.items()]))
+    if card.maps:
+        found.append(("implied maps of the mixers", [_map_line(facts) for facts in card.maps]))
     return found
+
+
+def _map_line(facts: dict[str, Any]) -> str:
+    """One mixer's implied map in words, or why it has none."""
+    if "refused" in facts:
+        return facts["refused"]
+    columns = "tokens" if facts["columns"] == "token" else "positions behind a short convolution"
+    errors = [f"misses the scan by {facts['core_error']:.0e}"]
+    if facts["output_error"] is not None:
+        errors.append(f"the module's output by {facts['output_error']:.0e} with norm and gate frozen")
+    if facts["unfrozen_error"] is not None:
+        errors.append(f"by {facts['unfrozen_error']:.0e} without")
+    return (
+        f"{facts['module_name']}: one map a {facts['map_of']}, columns are {columns}; {', '.join(errors)}; row sums "
+        f"{facts['row_sum_smallest']:.2g} to {facts['row_sum_largest']:.2g}, {facts['negative_share']:.0%} negative"
+    )
 
 
 def _stack(name: str) -> str:

@@ -83,6 +83,23 @@ class ImpliedMap:
         live = self.map != 0
         return float((self.map[live] < 0).float().mean()) if bool(live.any()) else 0.0
 
+    def facts(self) -> dict[str, Any]:
+        """What a card says about the map, JSON-able: columns, errors, row sums, negative share."""
+        sums = self.row_sums
+        return {
+            "module_name": self.module_name,
+            "module_class": self.module_class,
+            "layer": self.layer,
+            "columns": self.columns,
+            "map_of": "head" if self.map.shape[-1] == 1 else "channel",
+            "core_error": self.core_error,
+            "output_error": self.output_error,
+            "unfrozen_error": self.unfrozen_error,
+            "row_sum_smallest": float(sums.min()),
+            "row_sum_largest": float(sums.max()),
+            "negative_share": self.negative_share,
+        }
+
     def contributions(self) -> Tensor:
         """||W_O (factor_i * M_ij v_j)||, [batch, query_pos, key_pos], residual norm.
 
@@ -157,17 +174,34 @@ class _Run:
 def implied_maps(
     model: nn.Module | LoadedModel, *, inputs: Mapping[str, Any] | None = None, length: int = 12, seed: int = 0
 ) -> tuple[dict[str, ImpliedMap], dict[str, str]]:
-    """Implied maps of every mixer without a softmax.
+    """The token-to-token map that every mixer without a softmax implies (linear attention, delta rules, state spaces).
+
+    core_i = sum_j M_ij v_j, channel by channel, and with norm and gate frozen out_i = sum_j W_O (factor_i * M_ij v_j).
 
     Parameters
     ----------
     model : a PyTorch module or what `attndiag.load` returned.
-    inputs : the batch; random token ids by default.
-    length, seed : of the random ids.
+    inputs : the batch, by argument name of the model's forward; random token ids by default.
+    length, seed : of the random ids. One map costs `length` runs of the mixer's scan.
 
     Returns
     -------
-    maps by module name, and for the mixers that have none the reason.
+    maps : `ImpliedMap` by module name. Entries of any sign, in units of the core per value: rows need not sum to 1
+        (`row_sums`), and `negative_share` tells how many are below zero. `columns` says whether a column is a token or
+        a position behind a short convolution. `core_error`, `output_error` (norm and gate frozen) and `unfrozen_error`
+        (not frozen) are relative to the largest entry of what they are compared with.
+    refused : reason by module name, for mixers that have no such map (no scan that can be run again, or not linear in
+        its values). Both are empty for models without mixers.
+
+    Raises
+    ------
+    UnsupportedModelError : the model does not run on the probe; the text says which arguments its forward takes.
+
+    References
+    ----------
+    Katharopoulos 2020, arXiv 2006.16236 (linear attention); Dao and Gu 2024, arXiv 2405.21060, and Ali 2024, arXiv
+    2403.01590 (state-space models as attention); Yang 2024, arXiv 2412.06464 (gated delta rule). Deviation: M is probed
+    with one value at a time instead of written down for each family.
     """
     lm = as_loaded(model)
     probe = probe_of(lm, batch=1, length=length, seed=seed, inputs=inputs)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attndiag.errors import UnsupportedModelError
+from attndiag.errors import ShapeError, UnsupportedModelError
 from attndiag.models.access import accepts, evaluating, input_embedding
 from attndiag.models.load import LoadedModel, load
 
@@ -67,12 +67,15 @@ def probe_of(
     Raises
     ------
     UnsupportedModelError : the forward needs more than token ids; the text says which arguments.
+    ShapeError : a padding mask is not as long as its ids.
     """
     if inputs is not None:
         given = {name: value.to(lm.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
         named = [name for name in ("decoder_input_ids", "input_ids") if _is_ids(given.get(name))]
         # a module of one's own may call its ids anything; masks and positions are not ids
         other = [n for n, v in given.items() if _is_ids(v) and not any(w in n for w in ("mask", "position", "type"))]
+        for ids, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
+            _require_same_shape(given, ids, mask)
         return Probe(given, next(iter(named or other), None))
     if not accepts(lm.model, "input_ids"):
         raise UnsupportedModelError(
@@ -85,6 +88,17 @@ def probe_of(
         made["decoder_input_ids"] = draw_ids(lm, batch, length, seed + 1)
         tokens = "decoder_input_ids"
     return Probe(made, tokens)
+
+
+def _require_same_shape(given: Mapping[str, Any], ids: str, mask: str) -> None:
+    """Refuse a padding mask of another length than its ids: transformers would take it and pad or cut it silently."""
+    tokens, allowed = given.get(ids), given.get(mask)
+    if not (isinstance(tokens, Tensor) and isinstance(allowed, Tensor) and allowed.ndim == 2):
+        return
+    if allowed.shape != tokens.shape:
+        raise ShapeError(
+            f"{mask} is {tuple(allowed.shape)} but {ids} is {tuple(tokens.shape)}; expected one entry for each token"
+        )
 
 
 def draw_ids(lm: LoadedModel, batch: int, length: int, seed: int) -> Tensor:

@@ -64,9 +64,11 @@ class PendingCall:
             call = replace(call, z=self.kept)
         trace = None if self.trace is None else replace(self.trace, attention_order=self.order)
         reason = "no linear map takes the head outputs as its input"
-        if call is not self.call:
+        if call.attends != "tokens":
+            reason = f"its keys are {call.attends}, not tokens, so its output is no sum over tokens"
+        elif call is not self.call:
             reason = "the head outputs were changed in place, by more than attention, before the output projection"
-        if found is None and call.route == "routed":
+        if found is None and call.route == "routed" and call.attends == "tokens":
             for candidate in self.gate_candidates:
                 gate, why_not = find_gate(call, candidate)
                 reason = why_not or reason

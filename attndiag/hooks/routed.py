@@ -209,6 +209,11 @@ def _first_tensor(*values: Any) -> Tensor | None:
 def _applied_mask(arguments: RoutedArguments, window: int | None) -> tuple[Tensor | None, bool]:
     """The mask that the kernel applied (None: all allowed), and whether it hid the future without being given one."""
     mask, kernel = arguments.mask, arguments.kernel
+    if isinstance(mask, Tensor) and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise UnsupportedModelError(
+            f"the attention function of {type(arguments.module).__name__} was given a mask of {mask.dtype}, which adds "
+            "its numbers to the scores and hides nothing; expected bool (True = allowed) or an additive float mask"
+        )
     n_queries, n_keys, device = arguments.q.shape[2], arguments.k.shape[2], arguments.q.device
     if isinstance(mask, BlockMask):
         return create_mask(mask.mask_mod, mask.shape[0], mask.shape[1], n_queries, n_keys, device=device), False

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import ConvBertConfig, ConvBertForMaskedLM
+from transformers import ConvBertConfig, ConvBertForMaskedLM, Mamba2Config, Mamba2ForCausalLM
 from typer.testing import CliRunner
 
 from attndiag.cli import app
@@ -35,6 +35,22 @@ def test_card_in_three_forms(folder, tmp_path):
     assert run(app, ["card", str(folder), "-q", "-o", str(page)]).exit_code == 0
     assert "causal, window 4" in page.read_text(encoding="utf-8")
     assert run(app, ["card", str(folder), "-o", "card.pdf"]).exit_code == 2
+
+
+def test_card_with_the_maps_of_mixers(tmp_path):
+    config = Mamba2Config(
+        vocab_size=300, hidden_size=32, num_hidden_layers=1, state_size=8, num_heads=8, head_dim=8, n_groups=2,
+        chunk_size=4, expand=2,
+    )  # fmt: skip
+    Mamba2ForCausalLM(config).save_pretrained(tmp_path)
+    sound_window().tokenizer().save_pretrained(tmp_path)
+    plain = run(app, ["card", str(tmp_path), "-q"])
+    assert plain.exit_code == 0, plain.output
+    assert "implied maps of the mixers" not in plain.stdout
+    said = run(app, ["card", str(tmp_path), "-q", "--maps"]).stdout
+    assert "backbone.layers.0.mixer: one map a head, columns are positions behind a short convolution" in said
+    facts = json.loads(run(app, ["card", str(tmp_path), "-q", "--maps", "--json"]).stdout)
+    assert facts["maps"][0]["core_error"] < 1e-5
 
 
 def test_a_config_that_lies_ends_with_status_1(folder, tmp_path):

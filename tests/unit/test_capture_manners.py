@@ -213,7 +213,7 @@ def test_joined_steps_keep_nothing_of_the_first_step_alone():
     torch.testing.assert_close(written[:, 10:], attndiag.contributions(captured.calls[1]).values, equal_nan=True)
 
 
-# ----------------------------------------------------------------------------------- keys that are no tokens, changed z
+# -------------------------------------------------------------------------------- keys that are no tokens, changed z
 def test_what_the_keys_are_is_told_by_shapes():
     read = {"hidden_states": torch.zeros(2, 9, 32)}
     assert attends_over(torch.zeros(2, 4, 9, 8), read) == "tokens"
@@ -241,6 +241,12 @@ def test_attention_over_something_else_is_marked(family, module, attends):
     assert {kind for name, kind in kinds if name == module} == {attends}
     assert {kind for name, kind in kinds if name != module} <= {"tokens", attends}
     assert any(kind == "tokens" for _, kind in kinds)
+    for call in captured.calls:
+        if call.attends == "tokens":
+            continue
+        call.certificate.check()  # the weights are what the model used; they are just not about tokens
+        with pytest.raises(UnsupportedModelError, match=f"its keys are {attends}, not tokens"):
+            attndiag.contributions(call)
 
 
 @pytest.mark.filterwarnings("ignore")

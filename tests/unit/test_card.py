@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +12,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 import attndiag
-from attndiag.errors import UnsupportedModelError
+from attndiag.errors import NothingCapturedError, ShapeError, UnsupportedModelError
 from attndiag.explanations.attention_card import LayerCard
 from attndiag.models.known import loud_gemma2, loud_gpt_oss, sound_llama, sound_window, wide_window
 from attndiag.models.known.recurrent import DateTranslator
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from families.build import build_family
 
 PLAIN = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = {**PLAIN, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 1}
@@ -151,6 +157,64 @@ def test_configs_that_lie_are_contradicted():
     assert not attndiag.card(sound_window().model).differences
 
 
+@pytest.mark.parametrize(
+    ("kind", "planted", "claimed", "seen"),
+    [
+        ("sliding_window", 4, "4", "no window"),
+        ("sliding_window", 9, "9", "no window"),
+        ("num_key_value_heads", 1, "1", "2"),
+        ("num_key_value_heads", 4, "4", "2"),
+        ("head_dim", 5, "5", "16"),
+    ],
+)
+def test_a_planted_lie_is_contradicted_alone(kind, planted, claimed, seen):
+    model = sound_llama().model
+    setattr(model.config, kind, planted)
+    (difference,) = attndiag.card(model).differences
+    assert (difference.what, difference.claimed, difference.seen) == (kind, claimed, seen)
+    assert not difference.explained
+    assert f"the config says {claimed}, the probe saw {seen}" in str(difference)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_channels_are_no_tokens():
+    built_model = build_family("florence2")
+    card = attndiag.card(built_model.model, inputs=built_model.inputs)
+    channels = [layer for layer in card.layers if layer.attends != "tokens"]
+    assert {layer.module_class for layer in channels} == {"Florence2VisionChannelAttention"}
+    for layer in channels:
+        assert (layer.attends, layer.positions, layer.causal) == ("channels", "none", None)
+        assert layer.mask == "none: its keys are channels, not tokens"
+        assert "edge knock-out" not in layer.measurable
+        assert any("its weights say nothing about tokens" in limit for limit in layer.limits)
+        assert layer.certified
+    assert not any(name in difference.modules for difference in card.differences for name in channels)
+    assert "its keys are channels, not tokens" in card.to_text()
+
+
+def test_implied_maps_on_a_card():
+    config = AutoConfig.for_model(
+        "mamba2", vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=8,
+        n_groups=2, chunk_size=4, expand=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert attndiag.card(model).maps == ()
+    card = attndiag.card(model, maps=True)
+    assert [facts["module_name"] for facts in card.maps] == ["backbone.layers.0.mixer", "backbone.layers.1.mixer"]
+    for facts in card.maps:
+        assert facts["columns"] == "post_convolution"
+        assert facts["core_error"] < 1e-5
+        assert facts["output_error"] < 1e-5 < facts["unfrozen_error"]
+        assert facts["row_sum_smallest"] < facts["row_sum_largest"]
+    json.dumps(card.to_dict())
+    for said in (card.to_text(), card.to_html()):
+        assert "positions behind a short convolution" in said
+        assert "with norm and gate frozen" in said
+    rwkv = AutoConfig.for_model("rwkv", vocab_size=64, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
+    refused = attndiag.card(AutoModelForCausalLM.from_config(rwkv).eval(), maps=True)
+    assert "no scan with values" in refused.to_text()
+
+
 def test_text_json_and_html_say_the_same():
     card = attndiag.card(wide_window().model)
     text, page = card.to_text(), card.to_html()
@@ -186,6 +250,29 @@ def test_models_that_cannot_be_probed_say_why():
         attndiag.card(DateTranslator("dot").eval())
     with pytest.raises(UnsupportedModelError, match="at least 4"):
         attndiag.card(sound_llama().model, length=2)
+
+
+def test_models_without_attention_and_masks_that_do_not_fit():
+    ids = torch.arange(2, 12)[None]
+    plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with pytest.raises(NothingCapturedError, match="no attention call of Sequential was seen"):
+        attndiag.card(plain, inputs={"input": torch.randn(2, 4)})
+    with pytest.raises(ShapeError, match=r"attention_mask is \(1, 7\) but input_ids is \(1, 10\)"):
+        attndiag.card(sound_llama().model, inputs={"input_ids": ids, "attention_mask": torch.ones(1, 7)})
+    whole_numbers = torch.ones(1, 1, 10, 10, dtype=torch.int64).tril()
+    for kernel, said in (
+        ("sdpa", "does not run on input_ids, attention_mask.*inputs="),
+        ("eager", "mask of torch.int64"),
+    ):
+        model = sound_llama().model
+        model.set_attn_implementation(kernel)
+        with pytest.raises(UnsupportedModelError, match=said):
+            attndiag.card(model, inputs={"input_ids": ids, "attention_mask": whole_numbers})
+        with pytest.raises(UnsupportedModelError, match="does not run on input_ids, attention_mask"):
+            attndiag.card(model, inputs={"input_ids": ids, "attention_mask": torch.ones(1, 1, 3, 3)})
+        # a float mask is added: ones everywhere hide nothing, and the card says what the model then computes
+        open_mask = attndiag.card(model, inputs={"input_ids": ids, "attention_mask": torch.ones(1, 1, 10, 10)})
+        assert {layer.mask for layer in open_mask.layers} == {"bidirectional"}
 
 
 def test_a_layer_card_is_a_plain_record():

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from attndiag import implied_maps
 from attndiag.core.scoring import linear_attention_outputs, linear_attention_weights
-from attndiag.explanations.implied_maps import implied_maps
 from attndiag.models.known import sound_llama
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -68,6 +68,10 @@ def test_maps_reproduce_the_core_and_the_output(build, columns, count):
         assert float(head_map[..., future].abs().max()) == pytest.approx(0.0, abs=1e-6)
         assert tuple(found.row_sums.shape) == (2, head_map.shape[1], 10)
         assert 0 <= found.negative_share <= 1
+        facts = found.facts()
+        assert facts["columns"] == columns
+        assert facts["row_sum_smallest"] <= facts["row_sum_largest"]
+        assert abs(facts["row_sum_largest"] - 1) > 1e-3  # not a softmax
         module = model.get_submodule(name)
         seen = {}
         handle = module.register_forward_hook(lambda _m, _a, out, seen=seen: seen.setdefault("out", out))
