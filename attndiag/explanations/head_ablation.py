@@ -22,19 +22,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from attndiag.errors import NotApplicableError
+from attndiag.errors import NotApplicableError, UnsupportedModelError
 from attndiag.explanations.head_inputs import BATCH_BYTES, HeadInput
 from attndiag.hooks.capture_context import capture
 from attndiag.hooks.edit_kinds import Edit, HeadAblation, PatternReplacement
 from attndiag.hooks.edits import edit
 from attndiag.hooks.record import AttentionCall
 from attndiag.hooks.sites import stream_of
+from attndiag.hooks.stored_blocks import StoredBlocks
 from attndiag.models.access import evaluating
 from attndiag.models.load import LoadedModel
 
 Head = tuple[int, int]  # layer number, head
 Way = Literal["zero", "mean", "zero, patterns kept"]
 WAYS: tuple[Way, ...] = ("zero", "mean", "zero, patterns kept")
+# unedited logits when blocks are skipped, relative to their spread; rounding of another batch size is far below
+SKIP_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -87,15 +90,22 @@ def ablate_sets(
     sets: Sequence[NamedSet],
     *,
     progress: Callable[[int, int], None] | None = None,
+    skip: bool = True,
+    together: bool = True,
 ) -> list[Ablation]:
     """Effects of several sets of heads, each taken away by itself from the same rows.
+
+    Blocks below the lowest head of a set are not run again where the model allows it (`hooks.stored_blocks`): an
+    unedited forward that skips them has to give the same logits bit for bit, or whole forwards are made.
 
     Parameters
     ----------
     lm : a causal language model.
     given : rows of the induction probe.
     sets : what is taken away, each by itself.
-    progress : called with (forwards done, forwards in all).
+    progress : called with (sets done, sets in all).
+    skip : False runs every block every time.
+    together : False gives each set a forward of its own; else sets share a batch, each row losing its own heads.
 
     Raises
     ------
@@ -103,24 +113,24 @@ def ablate_sets(
     UnsupportedModelError : heads of this model cannot be edited; the text says why.
     """
     keep = any(each.way == WAYS[2] for each in sets)
-    batches = _batches(lm, given, keep_patterns=keep)
-    total = len(batches) * (len(sets) + 1)
+    # sets that skip the same blocks go together
+    order = sorted(range(len(sets)), key=lambda index: (sets[index].way == WAYS[2], _lowest(sets[index])))
+    batches, room = _batches(lm, given, keep_patterns=keep)
     parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in sets]
-    done = 0
+    done, total = 0, len(batches) * len(sets)
     with torch.no_grad(), evaluating(lm.model):
+        stored = _stored(lm, given) if skip else None
         for batch in batches:
             inputs = batch.model_inputs(lm)
-            clean, patterns = _clean(lm, batch, inputs, keep=keep)
-            for index, each in enumerate(sets):
-                done += 1
+            with nullcontext() if stored is None else stored.recording(len(batch)):
+                clean, patterns = _clean(lm, batch, inputs, keep=keep)
+            for chunk in _chunks(order, sets, max(1, room // len(batch)) if together else 1):
+                found = _edited_losses(lm, batch, [sets[index] for index in chunk], stored, patterns)
+                for index, (first, second) in zip(chunk, found, strict=True):
+                    parts[index].append((second - clean[1], first - clean[0]))
+                done += len(chunk)
                 if progress is not None:
                     progress(done, total)
-                with edit(lm, *_edits(each.heads, each.way, patterns)):
-                    first, second = copy_losses(lm.run(inputs).logits, batch)
-                parts[index].append((second - clean[1], first - clean[0]))
-            done += 1
-            if progress is not None:
-                progress(done, total)
     return [
         Ablation(each.name, each.heads, each.way, torch.cat([p[0] for p in found]), torch.cat([p[1] for p in found]))
         for each, found in zip(sets, parts, strict=True)
@@ -146,6 +156,16 @@ def random_sets(candidates: Sequence[Head], size: int, count: int, seed: int) ->
     return list(found)
 
 
+def _stored(lm: LoadedModel, given: HeadInput) -> StoredBlocks | None:
+    """A way to skip blocks, tried on one row; None where the model has none, which costs time and nothing else."""
+    limit = SKIP_TOLERANCE * (1 if lm.info.dtype in ("float32", "float64") else 100)
+    try:
+        stored = StoredBlocks(lm)
+        return stored if stored.error(given.take(slice(0, 1)).model_inputs(lm)) <= limit else None
+    except UnsupportedModelError:
+        return None
+
+
 def _clean(
     lm: LoadedModel, batch: HeadInput, inputs: dict[str, Tensor], *, keep: bool
 ) -> tuple[tuple[Tensor, Tensor], dict[int, Tensor]]:
@@ -161,27 +181,70 @@ def _clean(
     return copy_losses(output.logits, batch), patterns
 
 
-def _edits(heads: Sequence[Head], way: Way, patterns: dict[int, Tensor]) -> list[Edit]:
-    by_layer: dict[int, list[int]] = {}
-    for layer, head in heads:
-        by_layer.setdefault(layer, []).append(head)
-    mode: Literal["zero", "mean"] = "mean" if way == "mean" else "zero"
-    edits: list[Edit] = [HeadAblation(layer, sorted(some), mode=mode) for layer, some in sorted(by_layer.items())]
-    if way == WAYS[2]:
-        later = [layer for layer in patterns if layer > min(by_layer)]
-        edits += [PatternReplacement(layer, patterns[layer]) for layer in later]
+def _chunks(order: Sequence[int], sets: Sequence[NamedSet], size: int) -> list[list[int]]:
+    """Indices of sets that are run together: at most `size`; patterns are kept from one layer on, or in none."""
+    found: list[list[int]] = []
+    for _, same in itertools.groupby(
+        order, key=lambda index: _lowest(sets[index]) if sets[index].way == WAYS[2] else None
+    ):
+        members = list(same)
+        found += [members[start : start + size] for start in range(0, len(members), size)]
+    return found
+
+
+def _lowest(each: NamedSet) -> int:
+    return min(layer for layer, _ in each.heads)
+
+
+def _edited_losses(
+    lm: LoadedModel,
+    batch: HeadInput,
+    sets: Sequence[NamedSet],
+    stored: StoredBlocks | None,
+    patterns: dict[int, Tensor],
+) -> list[tuple[Tensor, Tensor]]:
+    """Losses of the two copies without each set: the rows stand in the batch once for each set."""
+    rows, lowest = len(batch), min(_lowest(each) for each in sets)
+    copies = batch.take(torch.arange(rows).repeat(len(sets)))
+    edits = _edits(sets, rows)
+    if sets[0].way == WAYS[2]:
+        later = [layer for layer in patterns if layer > lowest]
+        edits += [PatternReplacement(layer, patterns[layer].repeat(len(sets), 1, 1, 1)) for layer in later]
+    with nullcontext() if stored is None else stored.below(lowest, len(sets)), edit(lm, *edits):
+        output: Any = lm.run(copies.model_inputs(lm))
+    first, second = copy_losses(output.logits, copies)
+    return list(zip(first.split(rows), second.split(rows), strict=True))
+
+
+def _edits(sets: Sequence[NamedSet], rows: int) -> list[Edit]:
+    """One edit for each layer and mode; each set's rows lose that set's heads."""
+    chosen: dict[tuple[int, str], dict[int, list[int]]] = {}
+    for place, each in enumerate(sets):
+        mode = "mean" if each.way == "mean" else "zero"
+        for layer, head in each.heads:
+            chosen.setdefault((layer, mode), {}).setdefault(head, []).append(place)
+    edits: list[Edit] = []
+    for (layer, mode), heads in sorted(chosen.items()):
+        names = sorted(heads)
+        where = torch.zeros(len(sets), len(names), dtype=torch.bool)
+        for column, head in enumerate(names):
+            where[heads[head], column] = True
+        kind: Literal["zero", "mean"] = "mean" if mode == "mean" else "zero"
+        where = where.repeat_interleave(rows, dim=0)[:, None]
+        edits.append(HeadAblation(layer, names, mode=kind, where=None if len(sets) == 1 else where))
     return edits
 
 
-def _batches(lm: LoadedModel, given: HeadInput, *, keep_patterns: bool) -> list[HeadInput]:
-    """Batches whose patterns of all layers fit the same budget where they have to be kept."""
-    if not keep_patterns:
-        return list(given.batches(lm))
-    seen: list[int] = []
-    one = given.take(slice(0, 1))
-    with torch.no_grad(), evaluating(lm.model), capture(lm, on_call=lambda c: seen.append(c.n_heads * c.n_queries**2)):
-        lm.run(one.model_inputs(lm))
-    rows = max(1, BATCH_BYTES // max(1, 4 * sum(seen)))
-    return [
-        batch.take(slice(start, start + rows)) for batch in given.batches(lm) for start in range(0, len(batch), rows)
-    ]
+def _batches(lm: LoadedModel, given: HeadInput, *, keep_patterns: bool) -> tuple[list[HeadInput], int]:
+    """Batches, and how many rows fit the same budget; with the patterns of all layers where they have to be kept."""
+    room = given.room(lm)
+    if keep_patterns:
+        seen: list[int] = []
+        with (
+            torch.no_grad(),
+            evaluating(lm.model),
+            capture(lm, on_call=lambda c: seen.append(c.n_heads * c.n_queries**2)),
+        ):
+            lm.run(given.take(slice(0, 1)).model_inputs(lm))
+        room = min(room, max(1, BATCH_BYTES // max(1, 4 * sum(seen))))
+    return [given.take(slice(start, start + room)) for start in range(0, len(given), room)], room

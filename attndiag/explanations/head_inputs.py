@@ -46,8 +46,8 @@ class HeadInput:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
-    def take(self, rows: slice) -> HeadInput:
-        """Some of the rows."""
+    def take(self, rows: slice | Tensor) -> HeadInput:
+        """Some of the rows: a slice, or their indices, which may repeat."""
         probe = self.probe
         if probe is not None:
             probe = InductionProbe(probe.tokens[rows], probe.length, probe.bos)
@@ -55,11 +55,15 @@ class HeadInput:
 
     def batches(self, lm: LoadedModel) -> Iterator[HeadInput]:
         """Batches of which neither the logits nor one layer's patterns take more than 256 MB."""
-        n = self.tokens.shape[1]
-        heads = int(getattr(text_config(lm), "num_attention_heads", None) or 16)
-        size = max(1, BATCH_BYTES // (4 * n * max(lm.vocabulary, heads * n)))
+        size = self.room(lm)
         for start in range(0, len(self), size):
             yield self.take(slice(start, start + size))
+
+    def room(self, lm: LoadedModel) -> int:
+        """How many rows of this length such a batch may have; at least one."""
+        n = self.tokens.shape[1]
+        heads = int(getattr(text_config(lm), "num_attention_heads", None) or 16)
+        return max(1, BATCH_BYTES // (4 * n * max(lm.vocabulary, heads * n)))
 
     def model_inputs(self, lm: LoadedModel) -> dict[str, Tensor]:
         """Keyword arguments for the model; an encoder-decoder reads the same rows on both sides."""

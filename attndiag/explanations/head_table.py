@@ -222,12 +222,12 @@ def labels_of(keys: Sequence[tuple[str, int, int | None]]) -> dict[tuple[str, in
 
 def half_width(rows: Tensor) -> Tensor:
     """Half the 95 % interval of a mean over rows, t s.e.; nan for a single row."""
-    from scipy.stats import t
+    from scipy.special import stdtrit  # scipy.stats takes a second to import
 
     count = rows.shape[0]
     if count < 2:
         return torch.full_like(rows[0], torch.nan)
-    return float(t.ppf(0.975, count - 1)) * rows.std(dim=0) / count**0.5
+    return float(stdtrit(count - 1, 0.975)) * rows.std(dim=0) / count**0.5
 
 
 def _stacked(per_layer: Mapping[Any, Tensor], layers: Mapping[Any, Any]) -> Tensor:

@@ -91,7 +91,8 @@ class HeadAblation:
 
     `mode="zero"`; `"mean"`: over the tokens of the same prompt, or `values`; `"resample"`: `values` of another run.
     `values` is broadcastable to [batch, query_pos, chosen head, d_value]. For heads of several layers give one edit
-    each: they act together.
+    each: they act together. `where` narrows it further, as in `Patch`: boolean, broadcastable to [batch, query_pos,
+    chosen head], so that each row of a batch can lose heads of its own.
     """
 
     layer: int
@@ -99,6 +100,7 @@ class HeadAblation:
     mode: Literal["zero", "mean", "resample"] = "zero"
     values: Tensor | None = None
     query: Which = None
+    where: Tensor | None = None
     stream: Stream = "self"
 
     def __post_init__(self) -> None:
@@ -259,7 +261,7 @@ def _replaced(call: LiveCall, edit: HeadAblation | Patch, z: Tensor) -> tuple[Te
     heads = call.head_mask(edit.head)
     rows = call.query_mask(edit.query if isinstance(edit, HeadAblation) else edit.position)
     chosen = rows[:, :, None] & heads[None, None, :]
-    if isinstance(edit, Patch) and edit.where is not None:
+    if edit.where is not None:
         shape = (z.shape[0], z.shape[1], int(heads.sum()))
         only = torch.zeros_like(chosen)
         only[:, :, heads] = fitted(edit.where, shape, f"{call.module_name}: where", chosen)
