@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from attndiag.models.load import load
     from attndiag.prompts import Prompt, Target
     from attndiag.reports.page import report
+    from attndiag.runs.compared_run import read_compared_run
+    from attndiag.runs.comparing import run
     from attndiag.runs.prompt_files import read_prompts
     from attndiag.scores import Scores
 
@@ -71,7 +73,9 @@ _HOME = {
     "load": "attndiag.models.load",
     "model_contributions": "attndiag.explanations.model_contributions",
     "read_prompts": "attndiag.runs.prompt_files",
+    "read_compared_run": "attndiag.runs.compared_run",
     "report": "attndiag.reports.page",
+    "run": "attndiag.runs.comparing",
     "score": "attndiag.explanations.target",
     "top_contributions": "attndiag.explanations.top_contributions",
 }
@@ -103,8 +107,10 @@ __all__ = [
     "implied_maps",
     "load",
     "model_contributions",
+    "read_compared_run",
     "read_prompts",
     "report",
+    "run",
     "score",
     "top_contributions",
 ]

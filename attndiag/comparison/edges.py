@@ -100,6 +100,8 @@ class EdgeVerdicts:
     present : [row, key] True where there is an edge, measured or not.
     head_effects : [row] effect of removing all edges of the head, for every query; nan where not measured.
     units : [row] of the effects.
+    claims : method -> [row, key], what the method says.
+    queries : prompt -> position at which its target is read.
     """
 
     rows: tuple[tuple[str, str, int, int], ...]
@@ -113,6 +115,8 @@ class EdgeVerdicts:
     present: Mask
     head_effects: Array
     units: tuple[str, ...]
+    claims: Mapping[str, Array]
+    queries: Mapping[str, int]
 
     @property
     def complete(self) -> Mask:
@@ -210,6 +214,7 @@ class EdgeResult:
     Parameters
     ----------
     label, tokens : of the prompt.
+    query : position at which the target is read.
     rows : (prompt, cluster, layer, head).
     effect : exact, nan where there is no edge or it was not measured.
     estimate : first-order, nan without an edge; None where no gradient reaches the weights.
@@ -226,6 +231,7 @@ class EdgeResult:
 
     label: str
     tokens: tuple[str, ...]
+    query: int
     rows: tuple[tuple[str, str, int, int], ...]
     effect: Array
     estimate: Array | None
@@ -307,6 +313,7 @@ def measure_edges(
     return EdgeResult(
         label=axis.label,
         tokens=axis.tokens,
+        query=query,
         rows=tuple((axis.label, cluster, layer, head) for layer in numbers for head in range(shape[1])),
         effect=effect.reshape(-1, width),
         estimate=None if estimate is None else estimate.reshape(-1, width),
@@ -361,6 +368,8 @@ def judge_edges(
             [np.full(len(one.rows), np.nan) if one.head_effect is None else one.head_effect for one in measured]
         ),
         units=tuple(one.unit for one in measured for _ in one.rows),
+        claims={name: _stacked([one.scores[name] for one in measured], 0.0) for name in judged},
+        queries={one.label: one.query for one in measured},
     )
 
 

@@ -20,6 +20,7 @@ import gzip
 import io
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 MARKER = "run.json"
+LOCK = ".attndiag.lock"
+# kinds of runs, as `run.json` names them
+WEIGHTS, COMPARISON = "weights", "comparison"
 # the shard that says that a prompt is done
 LAST_TABLE = "prompts"
 # larger tables are exported as .csv.gz, which pandas and R read like .csv
@@ -68,7 +72,7 @@ class RunFolder:
         folder = Path(path)
         cls.require_place(folder)
         with explained(folder):
-            if any(folder.iterdir()):
+            if occupied(folder):
                 _clear(folder, overwrite)
             run = cls(folder, run_id)
             run._mark(about, finished=False)
@@ -85,7 +89,7 @@ class RunFolder:
             if folder.exists() and not folder.is_dir():
                 raise RunFolderError(f"{folder} is a file; give a folder for the output")
             folder.mkdir(parents=True, exist_ok=True)
-            if not (folder / MARKER).is_file() and any(folder.iterdir()):
+            if not (folder / MARKER).is_file() and occupied(folder):
                 raise RunFolderError(f"{folder} is not empty and holds no run; give a new or empty folder")
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(b"attndiag")
@@ -104,7 +108,11 @@ class RunFolder:
             raise RunFolderError(f"there is no folder {folder}; make a run first: attndiag report -o {folder}")
         if not marker.is_file():
             raise RunFolderError(f"{folder} holds no run ({MARKER} is missing); give the output folder of one")
-        facts = _load_marker(marker)
+        facts = load_marker(marker)
+        if facts.get("kind", WEIGHTS) != WEIGHTS:
+            raise RunFolderError(
+                f"{folder} holds a {facts['kind']} run, made by `attndiag run`; read it with read_compared_run"
+            )
         if facts.get("schema") != SCHEMA_VERSION:
             raise RunFolderError(
                 f"{marker} has table schema {facts.get('schema')!r}, this version reads {SCHEMA_VERSION}; "
@@ -115,7 +123,7 @@ class RunFolder:
     @property
     def about(self) -> dict[str, Any]:
         """What `run.json` says."""
-        return _load_marker(self.path / MARKER)
+        return load_marker(self.path / MARKER)
 
     @property
     def finished(self) -> bool:
@@ -167,7 +175,7 @@ class RunFolder:
         for name, table in merged.items():
             plain, packed = (self.path / "tables" / f"{name}.csv{end}" for end in ("", ".gz"))
             wanted, other = (plain, packed) if table.num_rows <= PLAIN_CSV_ROWS else (packed, plain)
-            self._write(wanted, lambda file, table=table, path=wanted: _write_csv(file, table, path.suffix == ".gz"))
+            self._write(wanted, lambda file, table=table, path=wanted: write_csv(file, table, path.suffix == ".gz"))
             with explained(other):
                 other.unlink(missing_ok=True)
         self.write_rows("tables/columns.csv", list(describe_columns()))
@@ -261,7 +269,8 @@ def write_atomically(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
         raise
 
 
-def _write_csv(file: IO[bytes], table: pa.Table, packed: bool) -> None:
+def write_csv(file: IO[bytes], table: pa.Table, packed: bool) -> None:
+    """A table as CSV, gzipped with `packed`."""
     import pyarrow.csv as pa_csv
 
     if not packed:
@@ -282,7 +291,7 @@ def _read_parquet(path: Path) -> pa.Table:
         raise RunFolderError(f"{path} is damaged or cannot be read: {str(error).splitlines()[0]}") from error
 
 
-def _load_marker(marker: Path) -> dict[str, Any]:
+def load_marker(marker: Path) -> dict[str, Any]:
     try:
         facts = json.loads(marker.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -294,6 +303,51 @@ def _load_marker(marker: Path) -> dict[str, Any]:
 
 # what a run puts into its folder; nothing else is ever removed
 _OURS = (MARKER, "shards", "tables", "summary", "figures", "report.html")
+
+
+def kind_of(path: str | Path) -> str | None:
+    """`"weights"` or `"comparison"`: what kind of run a folder holds; None for a folder without a run.
+
+    Raises
+    ------
+    RunFolderError : its `run.json` cannot be read.
+    """
+    marker = Path(path) / MARKER
+    return str(load_marker(marker).get("kind", WEIGHTS)) if marker.is_file() else None
+
+
+def occupied(folder: Path) -> bool:
+    """True where a folder holds anything but a lock and what a killed run left half-written."""
+    return any(thing.name != LOCK and not is_leftover(thing) for thing in folder.iterdir())
+
+
+def is_leftover(path: Path) -> bool:
+    """True for a temporary file of `write_atomically`."""
+    return re.fullmatch(r"\..+\.\d+\.tmp", path.name) is not None
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder, so that no second run writes to it. A killed run's lock is free again at once.
+
+    Raises
+    ------
+    RunFolderError : another run holds it.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        with explained(folder):
+            lock.acquire()
+    except Timeout as error:
+        raise RunFolderError(
+            f"another run is writing to {folder}; wait until it is done, or give another folder"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _clear(folder: Path, overwrite: bool) -> None:

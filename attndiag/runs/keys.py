@@ -1,0 +1,142 @@
+"""What makes two pieces of work the same: keys of prompts under a plan, and the identity of a model.
+
+key = SHA-256 of (prompt, model with revision and weights, methods with parameters, dtype, version of attndiag). Nothing
+about batches, the order of prompts, the number of workers, the device or the place of a file goes in, so a result is
+found again wherever and whenever it was made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from attndiag.errors import PromptError
+from attndiag.models.load import LoadedModel
+from attndiag.prompts import Prompt, Target
+
+# entries of a weight that go into its fingerprint one by one, beside its sum
+_SAMPLED = 1024
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# of the configuration: where it came from and how it runs, not what is computed
+_NO_PART = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures")
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a JSON-like value, 64 hex digits."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that can change a number."""
+    found = {"python": platform.python_version()}
+    for name in ("attndiag", "torch", "transformers", "numpy", "scipy", "tokenizers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            # run from a source tree that is not installed
+            found[name] = "source tree" if name == "attndiag" else getattr(import_module(name), "__version__", "?")
+    return found
+
+
+def plain_prompt(prompt: Prompt) -> dict[str, Any]:
+    """A prompt as JSON-like values, without what is carried along unread."""
+    found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in vars(prompt).items()}
+    del found["meta"]
+    return found
+
+
+def with_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Prompts whose ids are there and differ.
+
+    Raises
+    ------
+    PromptError : no prompts, or two with the same id.
+    """
+    if not prompts:
+        raise PromptError("there are no prompts; give at least one")
+    named = [p if p.id is not None else replace(p, id=f"prompt-{i}") for i, p in enumerate(prompts, 1)]
+    seen: set[str | None] = set()
+    for prompt in named:
+        if prompt.id in seen:
+            raise PromptError(f"two prompts have the id {prompt.id!r}; ids must differ within a run")
+        seen.add(prompt.id)
+    return named
+
+
+def model_identity(lm: LoadedModel) -> dict[str, Any]:
+    """Revision, weights, configuration, dtype, attention function and tokenizer of a model."""
+    info = lm.info
+    return {
+        "name": info.name,
+        "architecture": info.architecture,
+        "revision": info.revision,
+        "weights": weights_fingerprint(lm.model),
+        "config": _config_hash(lm),
+        "dtype": info.dtype,
+        "attention": info.attn_implementation,
+        "tokenizer": info.tokenizer_hash,
+        "chat_template": None if info.chat_template is None else digest(info.chat_template)[:16],
+        "adds_bos": info.adds_bos,
+    }
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """First 16 hex digits of the SHA-256 of names, shapes, exact sums and samples of all weights.
+
+    The sums are those of the bit patterns as integers: the same on every device and with any number of threads. Weights
+    that are not in memory (offloaded ones) go in by name and shape only.
+    """
+    found = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        found.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        if weight.device.type == "meta" or not weight.numel():
+            continue
+        flat = weight.detach().reshape(-1)
+        step = max(1, flat.numel() // _SAMPLED)
+        found.update(flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        whole = _WHOLE.get(flat.element_size())
+        if whole is not None and not flat.is_complex():
+            found.update(str(int(flat.view(whole).sum(dtype=torch.int64))).encode())
+    return found.hexdigest()[:16]
+
+
+def _config_hash(lm: LoadedModel) -> str:
+    as_dict = getattr(getattr(lm.model, "config", None), "to_dict", None)
+    told: Any = as_dict() if callable(as_dict) else {}
+    return digest({name: value for name, value in told.items() if name not in _NO_PART})[:16]
+
+
+def prompt_key(
+    prompt: Prompt, target: Target | None, own: Mapping[str, Any], model: Mapping[str, Any], plan: Mapping[str, Any]
+) -> str:
+    """The key of one prompt's result.
+
+    Parameters
+    ----------
+    target : of this prompt; None where it is the prompt's own.
+    own : name -> scores made elsewhere.
+    model : of `model_identity`; its name has no part in the key.
+    plan : as plain values. Thresholds, the primary pair and the probes of heads judge or stand beside what was
+        measured, so they have no part either.
+    """
+    measured = {name: value for name, value in plan.items() if name not in ("thresholds", "primary", "heads")}
+    return digest(
+        {
+            "prompt": plain_prompt(prompt),
+            "target": None if target is None else vars(target),
+            "own": {name: np.asarray(scores, dtype=np.float64).tolist() for name, scores in sorted(own.items())},
+            "model": {name: value for name, value in model.items() if name != "name"},
+            "plan": measured,
+            "version": package_versions()["attndiag"],
+        }
+    )
