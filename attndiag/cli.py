@@ -17,7 +17,9 @@ from attndiag.commands.console import INTERRUPTED, data
 from attndiag.commands.explain import explain, methods
 from attndiag.commands.facts import env, models, validate
 from attndiag.commands.heads import heads
+from attndiag.commands.learn import learn
 from attndiag.commands.report import report
+from attndiag.commands.run import run
 from attndiag.commands.view import view
 
 app = typer.Typer(
@@ -28,7 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 # in the order in which --help lists them
-for command in (report, view, explain, heads, card, audit, validate, methods, models, env):
+for command in (report, run, view, explain, heads, card, audit, learn, validate, methods, models, env):
     app.command()(command)
 
 
