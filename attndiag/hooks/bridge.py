@@ -4,8 +4,9 @@ Read are `hook_pattern`, `hook_v`, `hook_z`, the output projection, and of the b
 bridge's `hook_q` and `hook_k` stand before the position encoding, so q and k are not recorded; the pattern is the one
 that the model used. A layer without one of the hooks (fused attention kernels have no pattern) is refused by name.
 
-`to_cache_dict` is the way back: captured tensors under TransformerLens names, for tools that read an ActivationCache
-(CircuitsVis takes the patterns as they are).
+`to_cache_dict` is the way back: captured tensors under TransformerLens names, for tools that read an ActivationCache.
+`to_circuitsvis` gives the patterns of one prompt as the arguments of CircuitsVis' `attention_heads`. Both take calls of
+any route.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
-from attndiag.errors import UnsupportedModelError
+from attndiag.errors import ShapeError, UnsupportedModelError
 from attndiag.hooks.record import AttentionCall
 from attndiag.hooks.residual import BlockTrace, SeenChild, SeenNorm
 from attndiag.models.projections import OutputProjection
@@ -100,6 +102,49 @@ def to_cache_dict(calls: Sequence[AttentionCall]) -> dict[str, Tensor]:
         if call.site.resid_pre is not None:
             found[f"{name}.hook_resid_pre"] = call.site.resid_pre
     return found
+
+
+def to_circuitsvis(calls: Sequence[AttentionCall], tokens: Sequence[str], *, row: int = 0) -> dict[str, Any]:
+    """The patterns of one prompt as keyword arguments of `circuitsvis.attention.attention_heads`.
+
+    Parameters
+    ----------
+    calls : self-attention calls of one forward, any number of layers.
+    tokens : texts of the positions that are tokens, as `lm.encode(prompt).tokens[row]` gives them.
+    row : which row of the batch; its padding is cut away.
+
+    Returns
+    -------
+    attention : float32 array [head, destination, source], heads of all calls one after the other, mass in [0, 1].
+    tokens : list of texts. attention_head_names : `"L3H5"` for each head.
+
+    Raises
+    ------
+    ShapeError : the number of tokens is not that of the call, or the row does not exist.
+    UnsupportedModelError : a call whose queries and keys are not the same tokens (cross-attention, a cache, a call
+        outside numbered blocks).
+    """
+    patterns, names = [], []
+    for call in calls:
+        if call.layer is None or call.kind == "cross" or call.attends != "tokens" or call.n_queries != call.n_keys:
+            raise UnsupportedModelError(
+                f"{call.module_name} (call {call.call_index}): {call.n_queries} queries read {call.n_keys} keys "
+                f"({call.kind}, layer {call.layer}, keys are {call.attends}); CircuitsVis shows how the tokens of one "
+                "prompt read each other, in numbered layers"
+            )
+        if not 0 <= row < call.z.shape[0]:
+            raise ShapeError(f"row is {row}, but the batch holds {call.z.shape[0]}")
+        pattern = call.pattern[row].detach().float().cpu()
+        if call.query_valid is not None:
+            real = call.query_valid[row].cpu()
+            pattern = pattern[:, real][:, :, real]
+        if pattern.shape[1] != len(tokens):
+            raise ShapeError(f"{call.module_name} has {pattern.shape[1]} tokens in row {row}; {len(tokens)} were given")
+        patterns.append(pattern)
+        names += [f"L{call.layer}H{head}" for head in range(call.n_heads)]
+    if not patterns:
+        raise UnsupportedModelError("to_circuitsvis needs at least one call")
+    return {"attention": torch.cat(patterns).numpy(), "tokens": list(tokens), "attention_head_names": names}
 
 
 def _finish(recorder: Recorder, bridge: Any, index: int, call_index: int, seen: dict[str, Tensor]) -> None:

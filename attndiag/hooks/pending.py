@@ -28,7 +28,8 @@ class PendingCall:
     """A call whose output projection and block are not known yet.
 
     `kept` is a copy of z as the watched softmax left it: a few modules go on to change it in place (VITS adds the
-    values of relative positions), and then it is no longer A v.
+    values of relative positions), and then it is no longer A v. `windows` of an image are rows of the call's batch;
+    where the projection reads them position by position instead, its output is put into the order of the call.
     """
 
     call: AttentionCall
@@ -39,6 +40,8 @@ class PendingCall:
     sequence_first: bool = False
     gate_candidates: list[GateCandidate] = field(default_factory=list)
     kept: Tensor | None = None
+    windows: int = 1
+    windows_inside: bool = False
 
     def __post_init__(self) -> None:
         if self.call.route == "traced":
@@ -51,11 +54,18 @@ class PendingCall:
             return False
         if tensor.data_ptr() == z.data_ptr() or torch.equal(tensor.reshape(-1), z.reshape(-1)):
             return True
+        if self.windows > 1 and torch.equal(self._by_window(tensor).reshape(-1), z.reshape(-1)):
+            self.windows_inside = True
+            return True
         swapped = tensor.shape[:2] == (z.shape[1], z.shape[0]) and tensor.ndim == 3
         if not (swapped and torch.equal(tensor.transpose(0, 1), z.flatten(2))):
             return False
         self.sequence_first = True
         return True
+
+    def _by_window(self, tensor: Tensor) -> Tensor:
+        """[batch x window, query_pos, width] from [batch, query_pos x window, width]."""
+        return tensor.reshape(-1, self.call.n_queries, self.windows, tensor.shape[-1]).transpose(1, 2).flatten(0, 1)
 
     def finished(self, find_gate: Callable[[AttentionCall, GateCandidate], tuple[Tensor | None, str]]) -> AttentionCall:
         """The record with its output projection, or with the reason why it has none."""
@@ -80,6 +90,8 @@ class PendingCall:
         output = OutputProjection(*found, n_heads=call.n_heads, d_value=call.z.shape[3])
         if self.sequence_first:
             attn_out = attn_out.transpose(0, 1)
+        if self.windows_inside:
+            attn_out = self._by_window(attn_out)
         shape = (call.z.shape[0], call.n_queries, attn_out.shape[-1])
         # the very tensor where it fits: a view is not what the model went on with, and no gradient would reach it
         attn_out = attn_out if attn_out.shape == shape else attn_out.reshape(shape)

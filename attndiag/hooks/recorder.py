@@ -236,6 +236,8 @@ class Recorder:
                 replay=seen.replay,
             ),
         )
+        if pending is not None:
+            pending.windows = seen.windows
         if pending is not None and seen.output_weight is not None:
             for inner, part in module.named_modules():
                 if getattr(part, "weight", None) is seen.output_weight:

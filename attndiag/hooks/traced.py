@@ -8,7 +8,7 @@ fetch their attention function from transformers (Falcon, BLOOM, MPT, GPT-Neo, D
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -38,7 +38,8 @@ class TracedSoftmax:
     pattern [batch, head, query_pos, key_pos] (None for fused calls, where q, k, scale and mask are known instead),
     v [batch, kv_head, key_pos, d_value], z [batch, query_pos, head, d_value]. Where the output projection is part of
     the same function (`multi_head_attention_forward`), its weight and its output come along. `restore` turns edited
-    head outputs into what the watched function would have returned.
+    head outputs into what the watched function would have returned. `windows` counts the windows of an image or a text
+    that were made rows of the batch.
     """
 
     v: Tensor
@@ -54,6 +55,7 @@ class TracedSoftmax:
     output_weight: Tensor | None = None
     attn_out: Tensor | None = None
     restore: Callable[[Tensor], Any] | None = None
+    windows: int = 1
 
 
 OnSoftmax = Callable[[TracedSoftmax], Tensor | None]
@@ -95,8 +97,8 @@ class _SoftmaxWatch(TorchFunctionMode):
             seen = None
         elif func in _PRODUCTS and len(args) == 2 and id(args[0]) in self._tagged:
             seen = _from_product(self._tagged.pop(id(args[0])), args[1], output, self._n_heads)
-        elif func is torch.einsum and len(args) == 3 and id(args[1]) in self._tagged:
-            seen = _from_einsum(args[0], self._tagged.pop(id(args[1])), args[2], output)
+        elif func is torch.einsum and len(operands := _operands(args)) == 2 and id(operands[0]) in self._tagged:
+            seen = _from_einsum(args[0], self._tagged.pop(id(operands[0])), operands[1], output)
         else:
             seen = None
         edited = None if seen is None else self._on_softmax(seen)
@@ -107,8 +109,15 @@ class _SoftmaxWatch(TorchFunctionMode):
         return seen.restore(edited)
 
 
+def _operands(args: tuple) -> Sequence[Tensor]:
+    """The tensors of an einsum, which may come as one list."""
+    return args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+
+
 def _from_product(pattern: Tensor, v: Tensor, z: Tensor, n_heads: int | None) -> TracedSoftmax | None:
     shape = z.shape
+    if pattern.ndim == v.ndim == 5 and pattern.shape[1] == n_heads and pattern.shape[:3] == v.shape[:3]:
+        return _from_windows(pattern, v, z)
     if pattern.ndim == 3 and v.ndim == 3 and n_heads and pattern.shape[0] % n_heads == 0:
         # by the head count, never by the first axis of the input: sequence-first modules have the length there
         pattern, v, z = (tensor.unflatten(0, (-1, n_heads)) for tensor in (pattern, v, z))
@@ -118,6 +127,21 @@ def _from_product(pattern: Tensor, v: Tensor, z: Tensor, n_heads: int | None) ->
     return TracedSoftmax(
         v=v, z=z.transpose(1, 2), kernel="softmax", pattern=pattern,
         restore=lambda edited: edited.transpose(1, 2).reshape(shape),
+    )  # fmt: skip
+
+
+def _from_windows(pattern: Tensor, v: Tensor, z: Tensor) -> TracedSoftmax | None:
+    """[batch, head, window, query_pos, key_pos]: every window is a row of the batch of its own (Hiera)."""
+    if pattern.shape[-1] != v.shape[-2]:
+        return None
+    batch, _, windows = pattern.shape[:3]
+
+    def folded(tensor: Tensor) -> Tensor:
+        return tensor.transpose(1, 2).flatten(0, 1)
+
+    return TracedSoftmax(
+        v=folded(v), z=folded(z).transpose(1, 2), kernel="softmax", pattern=folded(pattern), windows=windows,
+        restore=lambda edited: edited.transpose(1, 2).unflatten(0, (batch, windows)).transpose(1, 2),
     )  # fmt: skip
 
 

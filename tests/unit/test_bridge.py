@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -24,9 +25,9 @@ from transformers import (
 )
 
 import attndiag
-from attndiag.errors import ModelLoadError, NothingCapturedError, UnsupportedModelError
+from attndiag.errors import ModelLoadError, NothingCapturedError, ShapeError, UnsupportedModelError
 from attndiag.hooks.adapters import Adapter
-from attndiag.hooks.bridge import to_cache_dict
+from attndiag.hooks.bridge import to_cache_dict, to_circuitsvis
 from attndiag.models.bridge_model import BridgeModel, bridge_from, is_bridge
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens and what it imports warn about themselves
@@ -127,6 +128,78 @@ def test_names_for_those_who_live_there(pairs):
         torch.testing.assert_close(ours[full], cache[full].reshape(ours[full].shape))
     with pytest.raises(UnsupportedModelError, match="several calls"):
         to_cache_dict([*captured.calls, captured.calls[0]])
+
+
+@pytest.mark.parametrize("route", ["routed", "bridge"])
+def test_arrays_for_circuitsvis(pairs, route):
+    plain, bridge = pairs["llama"]
+    model = plain if route == "routed" else bridge
+    ids, mask = IDS.clone(), torch.ones_like(IDS)
+    if route == "routed":
+        mask[1, 9:] = 0
+    with torch.no_grad(), attndiag.capture(model) as captured:
+        model(ids, attention_mask=mask)
+    for row, length in ((0, 12), (1, 9 if route == "routed" else 12)):
+        tokens = [f"t{index}" for index in ids[row, :length].tolist()]
+        made = to_circuitsvis(captured.calls, tokens, row=row)
+        assert set(made) == {"attention", "tokens", "attention_head_names"}
+        assert made["attention"].shape == (8, length, length)
+        assert made["attention"].dtype == np.float32
+        assert made["attention_head_names"] == [f"L{layer}H{head}" for layer in (0, 1) for head in range(4)]
+        np.testing.assert_allclose(made["attention"].sum(-1), 1.0, atol=1e-5)  # destination rows, source columns
+        assert float(np.triu(made["attention"], 1).max()) == 0.0
+        expected = captured.calls[1].pattern[row, 2, :length, :length].numpy()
+        np.testing.assert_allclose(made["attention"][6], expected, atol=1e-6)
+    with pytest.raises(ShapeError, match="3 were given"):
+        to_circuitsvis(captured.calls, ["a", "b", "c"])
+    with pytest.raises(ShapeError, match="row is 2"):
+        to_circuitsvis(captured.calls, ["t"] * 12, row=2)
+    with pytest.raises(UnsupportedModelError, match="at least one call"):
+        to_circuitsvis([], [])
+    with torch.no_grad():
+        past = plain(IDS[:, :6], use_cache=True).past_key_values
+        with attndiag.capture(plain) as behind:
+            plain(IDS[:, 6:], past_key_values=past)
+    with pytest.raises(UnsupportedModelError, match="6 queries read 12 keys"):
+        to_circuitsvis(behind.calls, ["t"] * 6)
+
+
+@pytest.mark.real_model
+@pytest.mark.timeout(600)
+def test_the_default_model_through_transformer_lens(default_lm):
+    """SmolLM2 by both routes on the same prompt: logits, patterns and contributions to 1e-5, the model untouched."""
+    prompt = "When Mary and John went to the store, John gave a drink to"
+    model = default_lm.model
+    before = [(name, type(module)) for name, module in model.named_modules()]
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    config = model.config.to_dict()
+    bridge = bridge_from(model, default_lm.tokenizer)
+    assert [(name, type(module)) for name, module in model.named_modules()] == before
+    assert model.config.to_dict() == config
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
+    ids = default_lm.encode(prompt).inputs["input_ids"]
+    with torch.no_grad(), attndiag.capture(default_lm) as plain:
+        logits = default_lm.forward(prompt).logits
+    with torch.no_grad(), attndiag.capture(bridge) as captured:
+        other = bridge(ids, prepend_bos=False)
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(ids, prepend_bos=False)
+    torch.testing.assert_close(other, logits, atol=1e-5 * float(logits.abs().max()), rtol=0)
+    assert len(captured.calls) == len(plain.calls) == 30
+    ours = to_cache_dict(plain.calls)
+    for routed, bridged in zip(plain.calls, captured.calls, strict=True):
+        bridged.certificate.check()
+        assert (bridged.n_heads, bridged.n_kv_heads) == (9, 3)
+        torch.testing.assert_close(bridged.pattern, routed.pattern, atol=1e-5, rtol=0)
+        expected = attndiag.contributions(routed).require_verified().values
+        found = attndiag.contributions(bridged).require_verified().values
+        torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
+    for layer in (0, 20, 29):  # what our own route puts under their names is what their cache holds
+        for name in ("attn.hook_pattern", "attn.hook_z"):
+            full = f"blocks.{layer}.{name}"
+            torch.testing.assert_close(ours[full], cache[full].reshape(ours[full].shape), atol=1e-5, rtol=1e-4)
+    tokens = list(default_lm.encode(prompt).tokens[0])
+    assert to_circuitsvis(plain.calls, tokens)["attention"].shape == (270, 14, 14)
 
 
 def test_hooks_of_the_caller_stay_and_ours_go(pairs):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import attndiag
-from attndiag.errors import UnsupportedModelError
+from attndiag.errors import NothingCapturedError, UnsupportedModelError
 from attndiag.hooks.adapters import Adapter, join_steps
 from attndiag.hooks.call_facts import attends_over
 from attndiag.hooks.routed import RoutedArguments, listening, listening_apart
@@ -264,3 +264,47 @@ def test_head_outputs_that_are_changed_in_place_are_recorded_as_attention_left_t
         with pytest.raises(UnsupportedModelError, match="changed in place"):
             attndiag.contributions(call)
         assert attndiag.contributions(call, "weight").verified
+
+
+# ------------------------------------------------------------------------------------------- windows and list operands
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["hiera", "cvt"])
+def test_windows_and_einsums_over_a_list_are_seen(family):
+    built = build_family(family)
+    with torch.no_grad():
+        plain = run(built.model, built.inputs)
+        with attndiag.capture(built.model) as captured:
+            watched = run(built.model, built.inputs)
+    assert torch.equal(plain.logits, watched.logits)
+    assert not captured.refusals
+    for call in captured.calls:
+        certificate = call.certificate.check()
+        assert certificate.output_error is not None
+        assert certificate.output_error < 1e-5
+        assert attndiag.contributions(call).verified
+    if family == "hiera":
+        batches = {call.z.shape[0] for call in captured.calls}
+        assert len(batches) == 2  # windows are rows of their own, and the last stages have one window
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("longformer", "LongformerSelfAttention"),
+        ("led", "LEDEncoderSelfAttention"),
+        ("longt5", "LongT5LocalAttention"),
+    ],
+)
+def test_sliding_chunks_stay_refused_by_name(family, name):
+    """Their rows are bands of a matrix that is never formed; positions in them are not positions of the text."""
+    built = build_family(family)
+    try:
+        with torch.no_grad(), attndiag.capture(built.model) as captured:
+            run(built.model, built.inputs)
+    except NothingCapturedError as error:
+        assert f"{name} (no softmax over keys was seen in it)" in str(error)
+    else:
+        assert {(each.module_class, each.reason) for each in captured.refusals} == {
+            (name, "no softmax over keys was seen in it")
+        }
