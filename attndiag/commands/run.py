@@ -1,0 +1,314 @@
+"""`attndiag run`: methods side by side and exact effects on a prompt set, into a folder that can be gone on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attndiag.commands import options
+from attndiag.commands.console import (
+    FINE,
+    INTERRUPTED,
+    SOME_FAILED,
+    data,
+    data_json,
+    guarded,
+    progress_bar,
+    remark,
+)
+
+if TYPE_CHECKING:
+    from attndiag.prompts import Prompt
+    from attndiag.runs.compared_run import ComparedRun
+    from attndiag.runs.config import RunConfig
+    from attndiag.runs.plan import RunPlan
+
+COMPARISON = "Comparison"
+
+
+def _option(*names: str, panel: str = options.RUN, **more: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=panel, show_default=False, **more)
+
+
+@guarded
+def run(
+    config: Annotated[Path | None, _option("--config", metavar="FILE", help="A YAML file; flags win over it.")] = None,
+    prompts: options.Prompts = None,
+    methods: Annotated[
+        list[str] | None,
+        _option("--methods", panel=COMPARISON, help="Names with commas, see `attndiag methods`; eight by default."),
+    ] = None,
+    replacements: Annotated[
+        list[str] | None,
+        _option(
+            "--replacement",
+            "--replacements",
+            panel=COMPARISON,
+            metavar="NAME[:draws=N,...]",
+            help="How tokens are replaced; give it again for several. sampled:draws=16 by default.",
+        ),
+    ] = None,
+    metrics: Annotated[
+        list[str] | None,
+        _option("--metrics", panel=COMPARISON, help="Faithfulness metrics with commas, or none."),
+    ] = None,
+    primary: Annotated[
+        str | None, _option("--primary", panel=COMPARISON, metavar="A,B", help="The pair that is the main question.")
+    ] = None,
+    edges: Annotated[
+        bool | None, _option("--edges/--no-edges", panel=COMPARISON, help="Measure edges of the last query. On.")
+    ] = None,
+    edge_extent: Annotated[
+        str | None,
+        _option(
+            "--edge-extent",
+            panel=COMPARISON,
+            metavar="auto|all|screen",
+            help="All edges, or a screen: the largest estimates and claims. auto: all up to 8,192.",
+        ),
+    ] = None,
+    heads: Annotated[
+        bool | None, _option("--heads/--no-heads", panel=COMPARISON, help="Probe the heads once. On.")
+    ] = None,
+    deep: Annotated[
+        bool | None,
+        _option("--deep", panel=COMPARISON, help="More methods, 32 draws, all edges, effects of whole heads."),
+    ] = None,
+    model: Annotated[str | None, _option("--model", "-m", panel=options.MODEL, help="As in `attndiag report`.")] = None,
+    output: Annotated[
+        Path | None,
+        _option("--output", "-o", panel=options.OUTPUT, metavar="DIR", help="Folder of the run. attndiag-run/."),
+    ] = None,
+    revision: options.Revision = None,
+    device: Annotated[str | None, _option("--device", panel=options.MODEL, help="auto, cpu, cuda, mps, ...")] = None,
+    dtype: Annotated[str | None, _option("--dtype", panel=options.MODEL, help="auto, float32, bfloat16, ...")] = None,
+    attn_implementation: options.AttnImplementation = None,
+    offline: Annotated[bool | None, _option("--offline", panel=options.MODEL, help="Ask no hub and no index.")] = None,
+    chat_template: Annotated[
+        bool | None,
+        _option("--chat-template/--no-chat-template", help="Put plain texts through the chat template. Off."),
+    ] = None,
+    limit: options.Limit = None,
+    skip_bad: Annotated[bool | None, _option("--skip-bad", help="Leave bad entries out, and count them.")] = None,
+    seed: Annotated[int | None, _option("--seed", help="Of every draw; 0 by default.")] = None,
+    overwrite: Annotated[
+        bool | None,
+        _option("--overwrite/--resume", panel=options.OUTPUT, help="Replace another plan's run. --resume by default."),
+    ] = None,
+    quiet: options.Quiet = False,
+    json: options.Json = False,
+) -> None:
+    """Methods side by side on a prompt set, with exact effects.
+
+    Runs attention weights, value-aware contributions and attributions on every prompt, replaces every token and takes
+    every edge of the last query away, and judges which method tells what the model uses. Every prompt is kept as soon
+    as it is done: the same call goes on where a stopped one was.
+
+    Exit status: 0 fine; 1 some prompts failed or a self-check blocked verdicts; 2 misuse.
+
+    \b
+    Examples:
+      attndiag run -o out                                     default model, shipped prompts, eight methods
+      attndiag run --prompts my.jsonl --limit 10 --no-edges -o quick
+      attndiag run --methods weight,rollout --replacement pair -o pairs
+      attndiag run --config run.yaml --seed 1 -o seed1
+    """
+    from attndiag.runs.config import read_config
+    from attndiag.runs.folder import RunFolder
+
+    chosen = read_config(
+        config,
+        {
+            "prompts": prompts,
+            "methods": _names(methods),
+            "replacements": tuple(replacements) if replacements else None,
+            "metrics": _names(metrics),
+            "primary": _names([primary]) if primary else None,
+            "edges": "none" if edges is False else edge_extent or ("auto" if edges else None),
+            "heads": heads,
+            "deep": deep,
+            "model": model,
+            "output": output,
+            "revision": revision,
+            "device": device,
+            "dtype": dtype,
+            "attn_implementation": attn_implementation,
+            "offline": offline,
+            "chat_template": chat_template,
+            "limit": limit,
+            "skip_bad": skip_bad,
+            "seed": seed,
+            "overwrite": overwrite,
+        },
+    )
+    # cheap things first: a wrong plan or prompt file should not wait for the model
+    plan = _plan(chosen)
+    batch, n_skipped = _read(chosen, quiet)
+    RunFolder.require_place(chosen.output)
+    _finish(_measure(chosen, plan, batch, n_skipped, quiet), json=json, quiet=quiet, n_skipped=n_skipped)
+
+
+def _names(values: list[str] | None) -> tuple[str, ...] | None:
+    """Names given with commas, with the option again, or both; `none` is the empty list."""
+    if values is None:
+        return None
+    found = tuple(name.strip() for value in values for name in value.split(",") if name.strip())
+    return () if found == ("none",) else found
+
+
+def _plan(config: RunConfig) -> RunPlan:
+    from dataclasses import replace
+
+    from attndiag.runs.config import ConfigError
+    from attndiag.runs.plan import make_plan
+    from attndiag.stats.verdicts import Thresholds
+
+    try:
+        plan = make_plan(
+            config.methods,
+            replacements=config.replacements,
+            metrics=config.metrics,
+            params=config.params,
+            thresholds=Thresholds(**config.thresholds.model_dump()),
+            edges=None if config.edges == "none" else config.edges,
+            heads=config.heads,
+            primary=config.primary,
+            deep=config.deep,
+            seed=config.seed,
+        )
+        if plan.edges is not None:
+            edges = replace(plan.edges, most=config.edge_most, methods=config.edge_methods or plan.edges.methods)
+            plan = replace(plan, edges=edges)
+    except (ValueError, TypeError) as error:
+        # of our own checks: what was asked for cannot be run
+        raise ConfigError(str(error)) from error
+    return plan
+
+
+def _read(config: RunConfig, quiet: bool) -> tuple[list[Prompt], int]:
+    """The prompts, and how many entries were skipped; each of those is named."""
+    from attndiag.prompts import Prompt
+    from attndiag.runs.prompt_files import SHIPPED, scan_prompts
+
+    found = scan_prompts(SHIPPED if config.prompts is None else config.prompts)
+    if config.skip_bad:
+        for entry in found.bad:
+            remark(f"skipped {found.path}:{entry.line}: {entry.reason}", quiet=quiet)
+        batch, n_skipped = found.require_any(), len(found.bad)
+    else:
+        batch, n_skipped = found.require_clean(), 0
+    if config.chat_template:
+        batch = [
+            one
+            if one.text is None
+            else Prompt(
+                messages=({"role": "user", "content": one.text},),
+                id=one.id,
+                target=one.target,
+                foil=one.foil,
+                cluster=one.cluster,
+                continuation=one.continuation,
+            )
+            for one in batch
+        ]
+    return batch[: config.limit], n_skipped
+
+
+def _measure(config: RunConfig, plan: RunPlan, batch: list[Prompt], n_skipped: int, quiet: bool) -> ComparedRun:
+    from attndiag.models.load import load
+    from attndiag.runs.comparing import run as compare_prompts
+    from attndiag.runs.prompt_files import SHIPPED
+    from attndiag.runs.weights_run import estimate_run
+
+    with progress_bar(quiet=quiet) as bar:
+        lm = load(
+            config.model,
+            revision=config.revision,
+            device=config.device,
+            dtype=config.dtype,
+            attn_implementation=config.attn_implementation,
+            # None follows the environment; the flag only ever forbids
+            offline=True if config.offline else None,
+            progress=bar,
+        )
+    remark(f"{len(batch)} prompts on {lm.info.name} ({lm.info.architecture}, {lm.info.device})", quiet=quiet)
+    remark(f"{len(plan.compared.methods)} methods; edges: {plan.edge_text}", quiet=quiet)
+    remark(f"memory: {estimate_run(lm, batch)}", quiet=quiet)
+    try:
+        with progress_bar(quiet=quiet) as bar:
+            return compare_prompts(
+                lm,
+                batch,
+                plan=plan,
+                output=config.output,
+                overwrite=config.overwrite,
+                about={
+                    "prompt_file": SHIPPED.name if config.prompts is None else str(config.prompts),
+                    "n_skipped": n_skipped,
+                },
+                progress=bar,
+                remark=lambda text: remark(text, quiet=quiet),
+            )
+    except KeyboardInterrupt as error:
+        remark(f"interrupted: what is done is kept in {config.output}; the same call goes on from there")
+        raise typer.Exit(INTERRUPTED) from error
+
+
+def _finish(run: ComparedRun, *, json: bool, quiet: bool, n_skipped: int) -> None:
+    """Say what came out and leave with the status that it deserves."""
+    facts, frame = run.facts, run.comparison.methods
+    edges = {} if run.edges is None else run.edges.whole
+    if json:
+        data_json(
+            {
+                "run": facts["run"],
+                "folder": str(run.folder),
+                "prompts": facts["n_prompts"],
+                "failed": facts["n_failed"],
+                "skipped": n_skipped,
+                "blocked": run.blocked,
+                "passed": run.passed,
+                "seconds": facts["seconds"],
+                "tokens": {
+                    row["method"]: {"verdict": row["verdict"], "hit_rate": row["hit_rate"], "role": row["role"]}
+                    for row in frame.to_dict("records")
+                },
+                "edges": {
+                    name: {"verdict": one.verdict, "hit_rate": one.hit_rate.value} for name, one in edges.items()
+                },
+            }
+        )
+    else:
+        for line in _lines(run):
+            data(line)
+        data(f"run: {run.folder}")
+    problems = run.comparison.problems
+    failed = problems[problems["method"] == ""]
+    for row in failed.head(5).itertuples():
+        remark(f"prompt {row.prompt}: {row.reason}", quiet=quiet)
+    if len(failed) > 5:
+        remark(f"and {len(failed) - 5} more such prompts; tables/problems.csv lists them", quiet=quiet)
+    if run.blocked:
+        bad = run.checks[~run.checks["passed"]].groupby("check").size()
+        told = ", ".join(f"{name} on {count} prompts" for name, count in bad.items())
+        remark(f"failed self-checks blocked verdicts: {told}; tables/checks.csv says why", quiet=quiet)
+    raise typer.Exit(FINE if run.passed and not n_skipped else SOME_FAILED)
+
+
+def _lines(run: ComparedRun) -> list[str]:
+    """Which methods tell what the model uses, one line each; the ceiling last."""
+    rows = sorted(run.comparison.methods.to_dict("records"), key=lambda row: row["role"] == "ceiling")
+    width = max((len(row["method"]) for row in rows), default=0)
+    lines = []
+    for row in rows:
+        rate = f"{row['hit_rate']:.0%} right ({row['hit_rate_low']:.0%} to {row['hit_rate_high']:.0%})"
+        about = " of tokens: the ceiling" if row["role"] == "ceiling" else " of tokens"
+        known = row["hit_rate"] == row["hit_rate"]
+        lines.append(f"{row['method']:<{width}}  {row['verdict']:<12}  {rate + about if known else 'nothing decided'}")
+    for name, one in run.edges.whole.items() if run.edges is not None else ():
+        rate = f"{one.hit_rate.value:.0%} right ({one.hit_rate.low:.0%} to {one.hit_rate.high:.0%}) of edges"
+        known = one.hit_rate.value == one.hit_rate.value
+        lines.append(f"{name:<{width}}  {one.verdict:<12}  {rate if known else 'nothing decided'}")
+    return lines
