@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,7 @@ def save_drawing(draw: Callable[[], Figure], stem: Path) -> str:
     ------
     RunFolderError : the files cannot be written.
     """
-    with style():
+    with style(), missing_glyphs_allowed():
         figure = draw()
         # the layout is most of the work of a save; it is the same for every format
         figure.draw_without_rendering()
@@ -33,8 +35,22 @@ def save_drawing(draw: Callable[[], Figure], stem: Path) -> str:
             for kind in _METADATA:
                 content = rendered(figure, kind)
                 write_atomically(stem.with_suffix(f".{kind}"), lambda file, content=content: file.write(content))
-    with style(**{"svg.fonttype": "none"}):
+    with style(**{"svg.fonttype": "none"}), missing_glyphs_allowed():
         return rendered(figure, "svg", transparent=True).decode("utf-8")
+
+
+@contextmanager
+def missing_glyphs_allowed() -> Iterator[None]:
+    """A token or a name may hold a character that the figure's font lacks; it is drawn as a box."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
+
+
+def page_svg(draw: Callable[[], Figure]) -> str:
+    """The SVG of a drawing that is kept in no file."""
+    with style(**{"svg.fonttype": "none"}), missing_glyphs_allowed():
+        return rendered(draw(), "svg", transparent=True).decode("utf-8")
 
 
 def rendered(figure: Figure, kind: str, *, transparent: bool = False) -> bytes:

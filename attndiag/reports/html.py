@@ -58,6 +58,11 @@ def render(template: str, **values: Any) -> str:
     return page.encode("utf-8", errors="replace").decode("utf-8")
 
 
+def part(template: str, **values: Any) -> Markup:
+    """A piece of a page, escaped like a page, to stand inside another one."""
+    return Markup(render(template, **values))
+
+
 def asset(name: str) -> Markup:
     """A style sheet or script of this package, to stand inside a page as it is."""
     return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
@@ -135,11 +140,14 @@ def _undefined(value: Any) -> bool:
 
 
 def notebook_frame(page: str, title: str, height: int = 640) -> str:
-    """A page inside a notebook: a frame of its own, so that several on one page cannot clash."""
+    """A page inside a notebook: a frame of its own, so that several on one page cannot clash.
+
+    It may run its own script and offer files to keep; it may not read the notebook around it.
+    """
     attributes: Mapping[str, str] = {
         "srcdoc": page,
         "title": title,
-        "sandbox": "allow-scripts",
+        "sandbox": "allow-scripts allow-downloads",
         "style": f"width:100%;height:{height}px;border:1px solid #8884",
     }
     return "<iframe " + " ".join(f'{key}="{escape(value)}"' for key, value in attributes.items()) + "></iframe>"

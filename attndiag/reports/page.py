@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from markupsafe import Markup
 
 from attndiag.errors import RunFolderError
 from attndiag.prompts import Prompt
 from attndiag.reports.figures import DRAWINGS, save_figures
-from attndiag.reports.html import BUDGET, asset, file_size, inline_svg, notebook_frame, render
+from attndiag.reports.html import BUDGET, asset, file_size, inline_svg, notebook_frame, part, render
 from attndiag.reports.tables import Summary, summarise
 from attndiag.reports.token_text import shortened, visible
 from attndiag.reports.wording import headline, norm_sentence, second_sentence, task_sentence
-from attndiag.runs.folder import RunFolder
+from attndiag.runs.folder import COMPARISON, RunFolder, kind_of
 from attndiag.runs.measures import MEASURES
 from attndiag.runs.schemas import TABLES
 
 if TYPE_CHECKING:
     from attndiag.models.load import LoadedModel
+    from attndiag.reports.compared_report import ComparisonReport
     from attndiag.runs.weights_run import RunSettings
 
 Progress = Callable[[str, int, int], None]
@@ -73,12 +75,13 @@ def report(
     settings: RunSettings | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> Report:
-    """Render a run, or make one first.
+) -> Report | ComparisonReport:
+    """Render the run that is in a folder, of weights or a comparison, or make one of weights first.
 
     Parameters
     ----------
-    folder : a run folder. With `lm` it is made here, so it has to be new or empty.
+    folder : a run folder, of `attndiag.report` or of `attndiag.run`. With `lm` it is made here, so it has to be new or
+        empty. A weights run in the subfolder `weights` of a comparison stands below it on the same page.
     lm : a model from `attndiag.load`; None renders the run that is there.
     prompts : what to measure; the shipped set when None. Only with `lm`.
     settings : of the run. Only with `lm`.
@@ -87,8 +90,8 @@ def report(
 
     Returns
     -------
-    Report. In the folder: `report.html` (at most 8 MB, loads nothing), `figures/` (PNG, SVG, PDF), `tables/` (the run's
-    own), `summary/` (means by head, layer, cluster and prompt, CSV).
+    Report, or ComparisonReport for a comparison. In the folder: `report.html` (at most 8 MB, loads nothing), `figures/`
+    (PNG, SVG, PDF), `tables/` (the run's own), `summary/` (of weights: means by head, layer, cluster and prompt, CSV).
 
     Raises
     ------
@@ -98,7 +101,7 @@ def report(
     if lm is None:
         if prompts is not None or settings is not None or overwrite:
             raise ValueError("prompts, settings and overwrite are about making a run; give lm= too")
-        return render_run(RunFolder.open(folder), progress=progress)
+        return render_any(folder, progress=progress)
     from attndiag.runs.prompt_files import SHIPPED, shipped_prompts
     from attndiag.runs.weights_run import measure_prompts
 
@@ -112,6 +115,16 @@ def report(
         progress=progress,
     )
     return render_run(outcome.folder, progress=progress)
+
+
+def render_any(folder: str | Path, *, progress: Progress | None = None) -> Report | ComparisonReport:
+    """The page of whichever run is in a folder; see `report`."""
+    # it puts a weights run below a comparison, so it reads this module
+    from attndiag.reports.compared_report import render_comparison
+
+    if Path(folder).is_dir() and kind_of(folder) == COMPARISON:
+        return render_comparison(folder, progress=progress)
+    return render_run(RunFolder.open(folder), progress=progress)
 
 
 def render_run(folder: RunFolder, *, progress: Progress | None = None) -> Report:
@@ -156,30 +169,13 @@ def _write_summary(folder: RunFolder, summary: Summary) -> None:
 
 
 def _page(summary: Summary, figures: dict[str, Any], folder: RunFolder) -> str:
-    heads = summary.heads
-    left_out = max(0, len(heads) - _HEADS_SHOWN)
-    if left_out:
-        strongest = heads.sink_gap.abs().sort_values(ascending=False, kind="stable").index[:_HEADS_SHOWN]
-        heads = heads.loc[strongest]
     return render(
         "report.html.j2",
-        s=summary,
-        coverage=str(summary.coverage),
+        **_values(summary, figures, folder, "", ""),
         headline=headline(summary),
         second=second_sentence(summary),
         task=task_sentence(summary),
-        norm_text=norm_sentence(summary),
-        chance_text=_chance_text(summary),
-        position_note=_position_note(folder),
         failed_checks=int((~summary.checks.ok).sum()),
-        figures=figures,
-        drawings={drawing.name: drawing for drawing in DRAWINGS},
-        pair_groups=_pair_groups(summary),
-        heads=heads.to_dict("records"),
-        heads_left_out=left_out,
-        facts=_facts(summary),
-        files=_files(folder),
-        measures=list(MEASURES.values()),
         sections=(
             ("sink", "Position 0"),
             ("norms", "Norms"),
@@ -197,6 +193,50 @@ def _page(summary: Summary, figures: dict[str, Any], folder: RunFolder) -> str:
         base_js=asset("base.js"),
         version=json.loads(summary.run["versions"]).get("attndiag", ""),
     )
+
+
+def weights_part(folder: RunFolder, base: str) -> tuple[str, Markup]:
+    """Headline and body of a weights run, to stand below another page; writes its figures and summary tables.
+
+    Parameters
+    ----------
+    base : path from that page's folder to the run's, with a slash at its end.
+
+    Raises
+    ------
+    RunFolderError : none of its prompts was measured.
+    """
+    summary = summarise(folder)
+    _write_summary(folder, summary)
+    drawn = save_figures(folder, summary)
+    figures = {d.name: inline_svg(drawn[d.name], d.name, d.alt) for d in DRAWINGS}
+    return headline(summary), part("weights_part.html.j2", **_values(summary, figures, folder, "w-", base))
+
+
+def _values(summary: Summary, figures: dict[str, Any], folder: RunFolder, prefix: str, base: str) -> dict[str, Any]:
+    """What `weights_part.html.j2` needs; `prefix` keeps its ids apart from the page's, `base` leads to its files."""
+    heads = summary.heads
+    left_out = max(0, len(heads) - _HEADS_SHOWN)
+    if left_out:
+        strongest = heads.sink_gap.abs().sort_values(ascending=False, kind="stable").index[:_HEADS_SHOWN]
+        heads = heads.loc[strongest]
+    return {
+        "prefix": prefix,
+        "base": base,
+        "s": summary,
+        "coverage": str(summary.coverage),
+        "norm_text": norm_sentence(summary),
+        "chance_text": _chance_text(summary),
+        "position_note": _position_note(folder),
+        "figures": figures,
+        "drawings": {drawing.name: drawing for drawing in DRAWINGS},
+        "pair_groups": _pair_groups(summary),
+        "heads": heads.to_dict("records"),
+        "heads_left_out": left_out,
+        "facts": _facts(summary),
+        "files": _files(folder),
+        "measures": list(MEASURES.values()),
+    }
 
 
 def _chance_text(summary: Summary) -> str:

@@ -142,7 +142,7 @@ def test_rendering_again_gives_the_same_bytes(rendered: page_module.Report) -> N
 
 def test_a_notebook_gets_a_frame_of_its_own(rendered: page_module.Report) -> None:
     frame = rendered._repr_html_()
-    assert frame.startswith("<iframe ") and 'sandbox="allow-scripts"' in frame
+    assert frame.startswith("<iframe ") and 'sandbox="allow-scripts allow-downloads"' in frame
     (srcdoc,) = re.findall(r'srcdoc="([^"]*)"', frame)
     assert html.unescape(srcdoc) == rendered.to_html()
 
