@@ -177,7 +177,10 @@ def judge_padding(found: PaddingReach, already: list[Finding]) -> list[Finding]:
     """Padding that reaches real positions although no mask lets it, and padded queries that reach pooled outputs."""
     findings: list[Finding] = []
     # these reach across padding as they reach across anything
-    explained = any(f.kind in ("padding_leak", "inverted_mask", "upstream_mix", "batch_leak") for f in already)
+    across = {"padding_leak", "inverted_mask", "upstream_mix", "batch_leak"}
+    if found.side == "right":
+        across.add("future_leak")  # padding on the right is the future
+    explained = any(f.kind in across for f in already)
     evidence = {"side": found.side, "noise": found.noise}
     if not explained and found.embedding_change is not None and found.embedding_change > found.noise:
         text = (
