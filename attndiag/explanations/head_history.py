@@ -127,6 +127,7 @@ def heads_over_checkpoints(
     tokenizer: Any = None,
     probes: Sequence[str] = ("induction", "previous"),
     ablate: int = 0,
+    ablate_by: str = "prefix_matching",
     rows: int = 32,
     length: int = 50,
     seed: int = 0,
@@ -147,8 +148,8 @@ def heads_over_checkpoints(
         `step1000`). A source is whatever `attndiag.load` takes.
     model : a hub id; the sources are then its revisions.
     tokenizer : for all checkpoints, where they bring none.
-    probes, ablate, rows, length, seed, bos, texts, threshold, ablation_rows : as in `heads`, the same for all
-        checkpoints.
+    probes, ablate, ablate_by, rows, length, seed, bos, texts, threshold, ablation_rows : as in `heads`, the same for
+        all checkpoints.
     losses_on : [row, position] token ids on which the in-context-learning score is measured too, between the
         positions `early` and `late`; it appears as the fact `icl_score`.
     progress : called with (what is being done, checkpoints done, checkpoints in all).
@@ -173,6 +174,7 @@ def heads_over_checkpoints(
             lm,
             probes=probes,
             ablate=ablate,
+            ablate_by=ablate_by,
             rows=rows,
             length=length,
             seed=seed,

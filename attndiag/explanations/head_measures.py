@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -49,9 +49,36 @@ MEASURES = {
         Measure("ablation_effect_patterns_kept", "nats", "ablation", signed=True),
     )
 }
+SHORT_NAMES = {
+    "prefix_matching": "prefix_matching_score",
+    "duplicate_token": "duplicate_token_score",
+    "previous_token": "previous_token_score",
+    "current_token": "current_token_score",
+    "sink": "sink_mass",
+    "copying": "copying_score",
+    "effect": "ablation_effect",
+}
 PROBES = tuple(dict.fromkeys(measure.probe for measure in MEASURES.values() if measure.probe != "ablation"))
 ON_TOKENS = ("induction", "duplicate")
 ON_WEIGHTS = ("copying",)
+
+
+def ranking_measure(name: str, probes: Sequence[str]) -> str:
+    """The measure of single heads that a name, short or whole, stands for.
+
+    Raises
+    ------
+    NotApplicableError : there is none of that name, or its probe is not among `probes`.
+    """
+    measure = MEASURES.get(SHORT_NAMES.get(name, name))
+    if measure is None or measure.axes != ("layer", "head"):
+        known = [*SHORT_NAMES, *(each.name for each in MEASURES.values() if each.axes == ("layer", "head"))]
+        raise NotApplicableError(f"heads cannot be ranked by {name!r}; expected {', '.join(dict.fromkeys(known))}")
+    if measure.probe not in ("ablation", *probes):
+        raise NotApplicableError(
+            f"heads are ranked by {measure.name}, which the probe {measure.probe!r} measures; add it to the probes"
+        )
+    return measure.name
 
 
 class View:

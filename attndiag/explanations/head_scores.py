@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,10 +30,19 @@ from torch import Tensor, nn
 
 from attndiag.core.probes import SHORTEST
 from attndiag.errors import NotApplicableError, UndefinedScoreWarning, UnsupportedModelError
-from attndiag.explanations.head_ablation import WAYS, Head, NamedSet, Way, ablate_sets, copy_losses, random_sets
+from attndiag.explanations.head_ablation import (
+    WAYS,
+    Ablation,
+    Head,
+    NamedSet,
+    Way,
+    ablate_sets,
+    copy_losses,
+    random_sets,
+)
 from attndiag.explanations.head_circuits import output_value_circuits
 from attndiag.explanations.head_inputs import HeadInput, induction_input, text_input, trained_context
-from attndiag.explanations.head_measures import MEASURES, ON_TOKENS, ON_WEIGHTS, PROBES, View, measures
+from attndiag.explanations.head_measures import MEASURES, ON_TOKENS, ON_WEIGHTS, PROBES, View, measures, ranking_measure
 from attndiag.explanations.head_table import HeadTable, NotMeasurable, Rows, SetEffect, labels_of
 from attndiag.hooks.capture_context import capture
 from attndiag.hooks.record import AttentionCall
@@ -46,6 +55,7 @@ EFFECTS: dict[Way, str] = dict(
     zip(WAYS, ("ablation_effect", "mean_ablation_effect", "ablation_effect_patterns_kept"), strict=True)
 )
 RANDOM_SETS = 20
+TITLES_OF_SETS = {"prefix_matching_score": "", "ablation_effect": "effect"}
 
 
 def heads(
@@ -53,6 +63,7 @@ def heads(
     *,
     probes: Sequence[str] = ("induction", "previous"),
     ablate: int = 0,
+    ablate_by: str = "prefix_matching",
     rows: int = 64,
     length: int = 50,
     seed: int = 0,
@@ -68,14 +79,17 @@ def heads(
     ----------
     lm : a loaded model or any module that reads token ids.
     probes : out of `induction duplicate previous current sink entropy output redundancy copying`.
-    ablate : how many heads, the highest prefix-matching scores first, are taken away one at a time; with any, the set
-        above `threshold` as well, together, and 20 random sets of its size. See `explain.head_ablation`.
+    ablate : how many heads, the highest scores first, are taken away one at a time; with any, the set above
+        `threshold` as well, together, and 20 random sets of its size. See `explanations.head_ablation`.
+    ablate_by : the score that says which: `prefix_matching`, `previous_token`, `sink`, or the name of any measure of
+        single heads whose probe is asked for. `effect` takes every head away by itself first (one forward each).
     rows : random rows of the induction probe (and of the text probes for a model without a tokenizer).
     length : tokens a copy; shortened to what the trained context and the sliding window allow, which `facts` says.
     seed : of the random rows.
     bos : put BOS before random rows. None: where the model has one.
     texts : for the text probes; built-in English paragraphs by default.
-    threshold : prefix-matching score above which a head belongs to the set that is ablated together.
+    threshold : score above which a head belongs to the set that is ablated together; where `ablate_by` is no mass and
+        no share, that set is the `ablate` highest.
     ablation_rows : rows of the induction probe on which effects are measured.
     progress : called with (what is being done, steps done, steps in all).
 
@@ -86,7 +100,7 @@ def heads(
 
     Raises
     ------
-    NotApplicableError : an unknown probe, or ablations without the probe `induction`.
+    NotApplicableError : an unknown probe or score, or ablations without the probe `induction`.
     UnsupportedModelError : the model reads no token ids.
     NothingCapturedError : the model has no attention that can be captured.
     """
@@ -97,6 +111,7 @@ def heads(
         raise NotApplicableError(f"rows is {rows} and ablation_rows {ablation_rows}; expected at least 1")
     if ablate and "induction" not in probes:
         raise NotApplicableError('effects are measured on the induction probe; add "induction" to probes, or ablate=0')
+    ranked_by = ranking_measure(ablate_by, probes) if ablate else ""
     loaded = lm if isinstance(lm, LoadedModel) else load(lm)
     survey = _survey(loaded)
     run = _Run(loaded, survey, tuple(probes), progress)
@@ -108,12 +123,12 @@ def heads(
                 loaded, rows=rows, length=length, seed=seed, window=_narrowest(survey, on_tokens, run), bos=bos
             )
             run.measure(on_tokens, make)
-        if ablate:
-            run.ablate(ablate, threshold, ablation_rows, seed)
         if on_text:
             run.measure(on_text, lambda: text_input(loaded, texts, rows=rows, length=2 * length, seed=seed, bos=bos))
         if "copying" in probes:
             run.measure_weights()
+        if ablate:
+            run.ablate(ablate, ranked_by, threshold, ablation_rows, seed)
     return run.table()
 
 
@@ -258,36 +273,31 @@ class _Run:
         for name, rows in zip(("first_copy_loss", "second_copy_loss"), copy_losses(logits, batch), strict=True):
             self.losses.setdefault(name, []).append(rows)
 
-    def ablate(self, count: int, threshold: float, rows: int, seed: int) -> None:
-        """Effects of the heads with the highest prefix-matching scores, one at a time and together."""
+    def ablate(self, count: int, by: str, threshold: float, rows: int, seed: int) -> None:
+        """Effects of the heads with the highest scores, one at a time and together."""
         if not self.losses or self.induction is None:
             self.refuse("ablation", "there are no losses of the induction probe: no causal language model was measured")
             return
-        ranked = self._ranking()
-        place = {head: key for head, key, _ in ranked}
-        single = [head for head, _, _ in ranked[:count]]
-        together = tuple(sorted(head for head, _, score in ranked if score > threshold))
-        plan = [NamedSet("single", (head,), way) for head in single for way in WAYS]
-        if together:
-            plan += [NamedSet(f"above {threshold}", together, way) for way in WAYS]
-            others = [head for head in place if head not in together]
-            if len(others) < len(together):
-                self.refuse("ablation", f"no random sets: only {len(others)} heads are not above {threshold}")
-            else:
-                plan += [
-                    NamedSet("random", some, "zero") for some in random_sets(others, len(together), RANDOM_SETS, seed)
-                ]
-        progress = self.progress
+        scored = self._ranking("prefix_matching_score")
+        place = {head: key for head, key, _ in scored}
+        given = self.induction.take(slice(rows))
         try:
-            found = ablate_sets(
-                self.lm,
-                self.induction.take(slice(rows)),
-                plan,
-                progress=None if progress is None else lambda done, total: progress("ablations", done, total),
-            )
+            if by == EFFECTS["zero"]:
+                everyone = self._effects(given, [NamedSet("single", (head,), "zero") for head in place])
+                ranked = sorted(
+                    ((item.heads[0], place[item.heads[0]], item.effect.mean().item()) for item in everyone),
+                    key=lambda item: -item[2],
+                )
+            elif by not in self.rows:
+                self.refuse("ablation", f"{by}, by which heads are chosen, was not measured")
+                return
+            else:
+                ranked = [item for item in self._ranking(by) if item[0] in place]
+            found = self._effects(given, self._plan(ranked, place, count, by, threshold, seed))
         except (NotApplicableError, UnsupportedModelError) as error:
             self.refuse("ablation", str(error))
             return
+        self.facts |= {"ablated_by": by}
         self.sets += [SetEffect.of(item) for item in found if item.name != "single"]
         for way, name in EFFECTS.items():
             one = {item.heads[0]: item for item in found if item.name == "single" and item.way == way}
@@ -301,10 +311,48 @@ class _Run:
                 )
                 self.collect(name, key, effect, first_copy_effect=control)
 
-    def _ranking(self) -> list[tuple[Head, Key, float]]:
-        """Heads by prefix-matching score, highest first: (layer number, head), where it sits, score."""
+    def _plan(
+        self,
+        ranked: Sequence[tuple[Head, Key, float]],
+        everyone: Collection[Head],
+        count: int,
+        by: str,
+        threshold: float,
+        seed: int,
+    ) -> list[NamedSet]:
+        """What is taken away: the first heads one at a time, a set together, random sets of its size."""
+        single = [head for head, _, _ in ranked[:count]]
+        said = TITLES_OF_SETS.get(by, by.replace("_", " "))
+        if MEASURES[by].unit in ("mass", "share"):
+            together = tuple(sorted(head for head, _, score in ranked if score > threshold))
+            name = f"above {threshold}" + (f" by {said}" if said else "")
+        else:
+            together, name = tuple(sorted(single)), f"highest by {said}"
+        plan = [NamedSet("single", (head,), way) for head in single for way in WAYS]
+        if together:
+            plan += [NamedSet(name, together, way) for way in WAYS]
+            others = [head for head in everyone if head not in together]
+            if len(others) < len(together):
+                self.refuse("ablation", f"no random sets: only {len(others)} heads are not {name}")
+            else:
+                plan += [
+                    NamedSet("random", some, "zero") for some in random_sets(others, len(together), RANDOM_SETS, seed)
+                ]
+        return plan
+
+    def _effects(self, given: HeadInput, plan: Sequence[NamedSet]) -> list[Ablation]:
+        progress = self.progress
+        return ablate_sets(
+            self.lm,
+            given,
+            plan,
+            progress=None if progress is None else lambda done, total: progress("ablations", done, total),
+        )
+
+    def _ranking(self, name: str) -> list[tuple[Head, Key, float]]:
+        """Heads by a score, highest first: (layer number, head), where it sits, score."""
         found: list[tuple[Head, Key, float]] = []
-        for key, batches in self.rows["prefix_matching_score"].values.items():
+        for key, batches in self.rows[name].values.items():
             if key[2] is not None:
                 means = torch.cat(batches).mean(dim=0).tolist()
                 found += [((key[2], head), key, score) for head, score in enumerate(means) if score == score]

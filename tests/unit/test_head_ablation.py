@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attndiag.errors import UnsupportedModelError
+from attndiag.errors import NotApplicableError, UnsupportedModelError
 from attndiag.explanations.head_ablation import WAYS, NamedSet, ablate_sets
 from attndiag.explanations.head_inputs import induction_input
+from attndiag.explanations.head_scores import heads
 from attndiag.hooks.stored_blocks import StoredBlocks
-from attndiag.models.known import duplicated_induction, induction_gpt2, induction_llama
+from attndiag.models.known import anti_copying, duplicated_induction, induction_gpt2, induction_llama
 from attndiag.models.load import load
 
 
@@ -52,3 +53,42 @@ def test_stored_blocks_stand_in_for_whole_forwards(tiny_llama):
     with torch.no_grad(), stored.below(1):
         other = lm.run({"input_ids": tokens + 20}).logits
     assert not torch.allclose(other, lm.run({"input_ids": tokens + 20}).logits, atol=1e-3)
+
+
+def test_heads_are_chosen_by_any_score():
+    model = induction_gpt2().model
+    default = heads(model, probes=["induction", "previous", "entropy"], rows=4, length=12, ablate=1)
+    assert default.facts["ablated_by"] == "prefix_matching_score"
+    assert default["ablation_effect"].values[1].isfinite().sum() == 1
+    assert default["ablation_effect"].values[0].isnan().all()
+    by_previous = heads(model, rows=4, length=12, ablate=1, ablate_by="previous_token")
+    effect = by_previous["ablation_effect"].values
+    assert effect[1].isnan().all() and effect[0].isfinite().sum() == 1
+    head = int(by_previous["previous_token_score"].values[0].argmax())
+    assert effect[0, head] == pytest.approx(by_previous.facts["first_copy_loss"], abs=0.01)
+    assert {item.name for item in by_previous.sets} == {"above 0.4 by previous token score", "random"}
+    by_entropy = heads(model, probes=["induction", "entropy"], rows=4, length=12, ablate=2, ablate_by="entropy")
+    assert {item.name for item in by_entropy.sets} == {"highest by entropy", "random"}
+    chosen = by_entropy.sets[0].heads
+    entropy = by_entropy["entropy"].values
+    assert min(entropy[place] for place in chosen) >= entropy.flatten().sort().values[-2]
+
+
+def test_heads_are_chosen_by_their_effect():
+    """The strongest of all heads, whatever they score."""
+    model = induction_gpt2().model
+    every = heads(model, rows=4, length=12, ablate=4)["ablation_effect"].values
+    two = heads(model, rows=4, length=12, ablate=2, ablate_by="effect")
+    found = two["ablation_effect"].values
+    assert found.isfinite().sum() == 2
+    assert found[found.isfinite()].min() >= every.flatten().sort().values[-2] - 1e-6
+    assert {item.name for item in two.sets} == {"highest by effect", "random"}
+
+
+def test_scores_that_choose_no_heads_are_refused(tiny_llama):
+    with pytest.raises(NotApplicableError, match="cannot be ranked by 'sink_rate'; expected prefix_matching"):
+        heads(tiny_llama, ablate=1, ablate_by="sink_rate")
+    with pytest.raises(NotApplicableError, match="which the probe 'sink' measures; add it to the probes"):
+        heads(tiny_llama, ablate=1, ablate_by="sink")
+    anti = heads(anti_copying().model, probes=["induction", "copying"], rows=2, length=5, ablate=1, ablate_by="copying")
+    assert anti.facts["ablated_by"] == "copying_score"
