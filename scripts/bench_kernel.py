@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_replacement import measured, small_gpt2
 from kernel_contenders import (
     CONTENDERS,
     GPT2,
@@ -280,6 +281,15 @@ def whole_model(rounds: int) -> Iterator[Row]:
     yield Row("its peak memory above the plain forward's, MB", extra, 100.0, False, "one layer kept at a time")
 
 
+def replacement(_rounds: int) -> Iterator[Row]:
+    """Every position of a prompt replaced: shared prefixes against naive batches (`bench_replacement.py`)."""
+    lm = small_gpt2()
+    for n, bound in ((128, 1.6), (512, 1.8)):
+        turn = measured(lm, n, answer="w5", foil="w7", block=8, rounds=2)
+        note = f"{turn.naive:.1f} s, {turn.shared:.1f} s; largest difference of an effect {turn.difference:.0e}"
+        yield Row(f"replacement at every position, naive / shared prefix, n = {n}", turn.ratio, bound, True, note)
+
+
 ROWS: dict[str, Callable[[int], Iterator[Row]]] = {
     "einsum": against_einsum,
     "published": against_published,
@@ -291,6 +301,7 @@ ROWS: dict[str, Callable[[int], Iterator[Row]]] = {
     "graphs": compiled_graphs,
     "precision": precision,
     "model": whole_model,
+    "replacement": replacement,
 }
 
 

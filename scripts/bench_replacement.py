@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -68,6 +69,39 @@ def timed(work: Callable[[], Scores], rounds: int) -> tuple[float, Scores]:
     return best, result
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One length: seconds both ways, the largest difference of the effects, how the prefix was used."""
+
+    tokens: int
+    naive: float
+    shared: float
+    difference: float
+    prefix: str
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster shared prefixes are."""
+        return self.naive / self.shared
+
+
+def measured(lm: LoadedModel, length: int, *, answer: str, foil: str, block: int, rounds: int) -> Turn:
+    """Every position of a prompt of `length` tokens replaced, with and without shared prefixes."""
+    prompt = cut(lm, prompt_of(lm, length), length)
+    target, token = Target.logit_diff(answer, foil), Replacement.with_token(answer)
+
+    def run(share: bool) -> Scores:
+        return replacement_effects(
+            lm, prompt, target, replacement=token, ood=False, prefix_cache=share, batch_size=block
+        )[0]
+
+    run(True)
+    slow, naive = timed(lambda: run(False), rounds)
+    fast, shared = timed(lambda: run(True), rounds)
+    difference = float((naive.values - shared.values).nan_to_num().abs().max())
+    return Turn(len(naive.values), slow, fast, difference, str(shared.checks["prefix"]))
+
+
 def main() -> None:
     """Print one line for each length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -78,27 +112,16 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     lm = small_gpt2() if arguments.model == "gpt2-form" else attndiag.load(arguments.model, device="cpu")
+    answer, foil = ("w5", "w7") if arguments.model == "gpt2-form" else (" the", " a")
     print(f"{lm.info.architecture}, {lm.info.n_parameters / 1e6:.1f} M parameters, blocks of {arguments.block}")
     print(f"{'n':>5} {'naive s':>9} {'shared s':>9} {'ratio':>6} {'theory':>7} {'largest difference':>19}  prefix")
     for length in arguments.lengths:
-        prompt = cut(lm, prompt_of(lm, length), length)
-        answer, foil = ("w5", "w7") if arguments.model == "gpt2-form" else (" the", " a")
-        target = Target.logit_diff(answer, foil)
-        token = Replacement.with_token(answer)
-
-        def run(share: bool, prompt: Prompt = prompt, target: Target = target, token: Replacement = token) -> Scores:
-            return replacement_effects(
-                lm, prompt, target, replacement=token, ood=False, prefix_cache=share, batch_size=arguments.block
-            )[0]
-
-        run(True)
-        slow, naive = timed(lambda run=run: run(False), arguments.rounds)
-        fast, shared = timed(lambda run=run: run(True), arguments.rounds)
-        n = len(naive.values)
-        off = float((naive.values - shared.values).nan_to_num().abs().max())
-        theory = 2 * n / (n + arguments.block)
-        prefix = shared.checks["prefix"]
-        print(f"{n:>5} {slow:>9.2f} {fast:>9.2f} {slow / fast:>6.2f} {theory:>7.2f} {off:>19.1e}  {prefix}")
+        turn = measured(lm, length, answer=answer, foil=foil, block=arguments.block, rounds=arguments.rounds)
+        theory = 2 * turn.tokens / (turn.tokens + arguments.block)
+        print(
+            f"{turn.tokens:>5} {turn.naive:>9.2f} {turn.shared:>9.2f} {turn.ratio:>6.2f} {theory:>7.2f} "
+            f"{turn.difference:>19.1e}  {turn.prefix}"
+        )
 
 
 if __name__ == "__main__":
