@@ -8,9 +8,11 @@ import json
 import math
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attndiag.reports.compared_tables import Row
+from attndiag.reports.html import percent, seconds
 
 if TYPE_CHECKING:
     from attndiag.runs.compared_run import ComparedRun
@@ -20,6 +22,11 @@ _CARD = ("kind", "query_heads", "kv_heads", "d_head", "mask", "window", "positio
 _SAID = 3
 _FACT_NAMES = {
     "n_prompts": "prompts",
+    "n_done": "prompts done",
+    "n_failed": "prompts failed",
+    "seconds": "wall time",
+    "seconds_by_method": "wall time by work",
+    "adds_bos": "adds a start token",
     "tokenizer_hash": "tokenizer",
     "prompt_hash": "prompts, hash",
     "prompt_file": "prompt file",
@@ -36,8 +43,26 @@ def fact_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     for name, value in facts.items():
         if name in _ELSEWHERE or value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
             continue
-        shown.append((_FACT_NAMES.get(name, name.replace("_", " ")), _in_words(value)))
+        shown.append((_FACT_NAMES.get(name, name.replace("_", " ")), _fact(name, value)))
     return shown
+
+
+def _fact(name: str, value: Any) -> str:
+    if name == "location":
+        return _without_home(str(value))
+    if name == "edges_measured":
+        return percent(value)
+    if name == "seconds":
+        return seconds(value)
+    if name == "seconds_by_method" and isinstance(value, Mapping):
+        return ", ".join(f"{work} {seconds(spent)}" for work, spent in value.items())
+    return _in_words(value)
+
+
+def _without_home(path: str) -> str:
+    """A path as it may be shown to others."""
+    home = str(Path.home())
+    return "~" + path[len(home) :] if path.startswith(home) and home != "/" else path
 
 
 def _in_words(value: Any) -> str:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from attndiag.reports.compared_tables import Cell, Row
-from attndiag.reports.figure_style import GRID, MUTED, WEIGHT, canvas
+from attndiag.reports.figure_style import GRID, HEAD, LAYER, MUTED, WEIGHT, canvas
+from attndiag.reports.html import fixed
 from attndiag.reports.token_text import shortened, visible
 from attndiag.stats.verdicts import VERDICTS
 
@@ -37,6 +39,7 @@ VERDICT_LOOK = {
 # beyond this the matrix has no room for numbers in its cells
 _NUMBERED = 12
 _LABELLED_LAYERS = 40
+_LINES = ((WEIGHT, "o", "-"), (HEAD, "s", "--"), (LAYER, "^", "-."))
 _VECTOR_CELLS = 2000
 
 
@@ -89,7 +92,7 @@ def draw_agreement(
         axis.spines[:].set_visible(False)
         bar = figure.colorbar(image, ax=axis, orientation="horizontal", shrink=0.8, aspect=22, pad=0.02)
         bar.set_label(unit)
-        bar.outline.set_visible(False)
+        bar.outline.set_visible(False)  # type: ignore[operator]
     axes[0][0].set_yticks(range(n), [short_name(name) for name in methods])
     return figure
 
@@ -103,7 +106,7 @@ def _write_cell(axis: Axes, x: int, y: int, cell: Cell) -> None:
     axis.text(
         x,
         y,
-        f"{cell.value:.2f}".replace("-", "\u2212"),
+        fixed(cell.value),
         ha="center",
         va="center",
         fontsize=6,
@@ -119,7 +122,9 @@ def draw_faithfulness(groups: Sequence[tuple[str, Sequence[Row]]]) -> Figure:
     across = min(2, max(1, len(shown)))
     down = max(1, -(-len(shown) // across))
     longest = max((len(rows) for _, rows in shown), default=1)
-    height = float(np.clip(down * (0.75 + 0.2 * longest), 1.8, 12))
+    height = float(np.clip(down * (0.85 + 0.2 * longest), 1.8, 12))
+    # names once, where every panel holds the same methods
+    same = len({tuple(row["method"] for row in rows) for _, rows in shown}) == 1
     figure, axes = canvas(7.2, height, nrows=down, ncols=across, squeeze=False)
     for index, axis in enumerate(axes.flat):
         if index >= len(shown):
@@ -140,11 +145,14 @@ def draw_faithfulness(groups: Sequence[tuple[str, Sequence[Row]]]) -> Figure:
                 axis.text(0, place, " undefined", va="center", fontsize=6, color=MUTED)
         axis.axvline(0, color=MUTED, lw=0.8)
         names = [short_name(row["method"], 22) + (" (ceiling)" if row["circular"] else "") for row in rows]
-        axis.set_yticks(range(len(rows)), names)
+        axis.set_yticks(range(len(rows)), names if not same or index % across == 0 else [""] * len(rows))
         axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.tick_params(axis="y", length=0)
         axis.grid(True, axis="x")
-        axis.set_title(shortened(visible(metric, mark_spaces=False), 48).replace("$", r"\$"), fontsize=7.5)
+        # the replacement, which is part of the name, on a line of its own
+        name, bracket, rest = visible(metric, mark_spaces=False).partition("[")
+        title = name.replace("_", " ") + (f"\n{bracket}{shortened(rest, 34)}" if bracket else "")
+        axis.set_title(title.replace("$", r"\$"), fontsize=7.5)
         unit = rows[0]["unit"]
         arrow = "right is better" if better == "higher" else "left is better"
         axis.set_xlabel(f"minus random orders ({'no unit' if unit == '1' else unit}); {arrow}", fontsize=7)
@@ -205,12 +213,12 @@ def draw_head_maps(rows: Sequence[Row], methods: Sequence[str]) -> Figure:
         )
         axis.set_title(short_name(method))
         axis.set_xlabel("head")
-        axis.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True, nbins=9))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9))
         axis.tick_params(length=2)
         axis.spines[:].set_visible(False)
         bar = figure.colorbar(mesh, ax=axis, orientation="horizontal", shrink=0.9, aspect=25, pad=0.02)
         bar.set_label("misleads, share of decided prompts")
-        bar.outline.set_visible(False)
+        bar.outline.set_visible(False)  # type: ignore[operator]
         bar.ax.tick_params(length=2)
     axes[0][0].invert_yaxis()
     step = max(1, -(-len(layers) // _LABELLED_LAYERS))
@@ -244,33 +252,53 @@ def draw_replacements(rows: Sequence[Row], threshold: float) -> Figure:
     return figure
 
 
-def draw_score_against_effect(rows: Sequence[Row], method: str, score: str, effect: str, unit: str) -> Figure:
-    """Each head: what a probe says of it, what ablating it costs, and how often the method misleads there."""
+def draw_score_against_effect(
+    rows: Sequence[Row],
+    method: str,
+    axes_of: tuple[str, str, str],
+    by_layer: Mapping[str, Sequence[tuple[int, int, int]]],
+) -> Figure:
+    """Left: each head, what a probe says of it against what it is worth. Right: how often methods mislead, by layer.
+
+    Parameters
+    ----------
+    axes_of : columns of the probes: score, effect; and the unit of the effect.
+    by_layer : method -> (layer, misleading, decided).
+    """
+    score, effect, unit = axes_of
     some = [row for row in rows if _finite(row["probes"].get(score)) and _finite(row["probes"].get(effect))]
-    figure, axis = canvas(4.6, 3.2)
+    figure, (left, right) = canvas(7.2, 2.9, nrows=1, ncols=2)
+    place = [(float(row["probes"][score]), float(row["probes"][effect])) for row in some]
     colours = [row["by_method"].get(method, {}).get("misleads", math.nan) for row in some]
-    x, y = ([float(row["probes"][name]) for row in some] for name in (score, effect))
-    unknown = [not _finite(colour) for colour in colours]
-    axis.scatter(
-        [v for v, u in zip(x, unknown, strict=True) if u],
-        [v for v, u in zip(y, unknown, strict=True) if u],
-        s=14, facecolor="none", edgecolor=MUTED, lw=0.6, label="no decided prompt",
-    )  # fmt: skip
-    dots = axis.scatter(
-        [v for v, u in zip(x, unknown, strict=True) if not u],
-        [v for v, u in zip(y, unknown, strict=True) if not u],
-        c=[v for v, u in zip(colours, unknown, strict=True) if not u],
-        cmap="cividis", vmin=0, vmax=1, s=18, edgecolor=MUTED, lw=0.3,
-    )  # fmt: skip
-    bar = figure.colorbar(dots, ax=axis, shrink=0.8, aspect=22)
-    bar.set_label(f"{short_name(method)} misleads, share of prompts")
-    bar.outline.set_visible(False)
-    axis.axhline(0, color=MUTED, lw=0.8)
-    axis.set_xlabel(score.replace("_", " "))
-    axis.set_ylabel(f"{effect.replace('_', ' ')} ({unit})")
-    axis.grid(True)
-    if any(unknown):
-        axis.legend(loc="best")
+    unknown = [xy for xy, colour in zip(place, colours, strict=True) if not _finite(colour)]
+    known = [(*xy, colour) for xy, colour in zip(place, colours, strict=True) if _finite(colour)]
+    if unknown:
+        x, y = zip(*unknown, strict=True)
+        left.scatter(x, y, s=13, facecolor="none", edgecolor=MUTED, lw=0.6, label="no decided prompt")
+        left.legend(loc="best")
+    if known:
+        x, y, shade = zip(*known, strict=True)
+        dots = left.scatter(x, y, c=shade, cmap="cividis", vmin=0, vmax=1, s=16, edgecolor=MUTED, lw=0.3)
+        bar = figure.colorbar(dots, ax=left, shrink=0.8, aspect=22)
+        bar.set_label(f"{short_name(method, 16)} misleads, share")
+        bar.outline.set_visible(False)  # type: ignore[operator]
+    left.axhline(0, color=MUTED, lw=0.8)
+    left.set_xlabel(score.replace("_", " "))
+    left.set_ylabel(f"{effect.replace('_', ' ')} ({unit})")
+    left.set_title("What a head looks like, what it is worth")
+    left.grid(True)
+    for (name, counts), (colour, marker, line) in zip(by_layer.items(), _LINES, strict=False):
+        decided = [(layer, wrong / count) for layer, wrong, count in counts if count]
+        layers, rates = [one[0] for one in decided], [one[1] for one in decided]
+        right.plot(layers, rates, color=colour, marker=marker, ls=line, label=short_name(name), mew=0)
+    right.set_ylim(-0.02, 1.02)
+    right.set_xlabel("layer")
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
+    right.set_ylabel("misleads, share of decided rows")
+    right.set_title("Where they mislead")
+    right.grid(True, axis="y")
+    if by_layer:
+        right.legend(loc="best")
     return figure
 
 

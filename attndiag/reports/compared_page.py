@@ -181,12 +181,14 @@ def figures_of(run: ComparedRun) -> dict[str, Drawn]:
     if effect is not None:
         method = next(iter(edges.judged), "weight") if edges is not None else "weight"
         what = "the mean effect of the whole head" if effect == "head_effect" else "the mean size of its edges' effects"
+        by_layer = {} if edges is None else {name: tables.rate_by_layer(edges, name) for name in edges.judged}
         unit = next(one["unit"] for one in _probe_columns(heads, run.heads) if one["name"] == effect)
         found["compared_head_scores"] = Drawn(
             "Induction score against effect",
-            f"One dot a head: prefix-matching score, {what}, and how often the method misleads there.",
-            "Scatter of heads: prefix-matching score against effect",
-            lambda: drawing.draw_score_against_effect(heads, method, _SCORE, effect, unit),
+            f"Left, one dot a head: prefix-matching score, {what}, and how often the method misleads there. Right: "
+            "share of the decided rows (a head on a prompt) of each layer on which a method misleads.",
+            "Scatter of heads: prefix-matching score against effect; share of misleading rows by layer",
+            lambda: drawing.draw_score_against_effect(heads, method, (_SCORE, effect, unit), by_layer),
         )
     counts = tables.level_counts(comparison, edges)
     if counts:
@@ -269,17 +271,15 @@ def _task_text(prompts: pd.DataFrame) -> str:
 def _cases(run: ComparedRun, subject: str | None) -> list[Row]:
     """Catalogues: the subject's open, those of other methods folded."""
     groups: list[Row] = []
-    units = run.comparison.prompts["unit"].unique().tolist() if len(run.comparison.prompts) else []
-    unit = units[0] if len(units) == 1 else ""
     ceiling = tables.ceilings(run.comparison)
     if run.edges is not None:
         for name in run.edges.cases:
             kinds = tables.edge_cases(run.edges, name)
-            groups.append({"title": f"{name} on edges", "method": name, "kinds": kinds, "unit": unit})
+            groups.append({"title": f"{name} on edges", "method": name, "kinds": kinds})
     for name in run.comparison.cases:
         kinds = tables.token_cases(run.comparison, name)
         tag = " (ceiling)" if name in ceiling else ""
-        groups.append({"title": f"{name} on tokens{tag}", "method": name, "kinds": kinds, "unit": unit})
+        groups.append({"title": f"{name} on tokens{tag}", "method": name, "kinds": kinds})
     groups.sort(key=lambda group: group["method"] != subject)
     return [{**group, "open": group["method"] == subject} for group in groups]
 

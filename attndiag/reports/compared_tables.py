@@ -145,7 +145,8 @@ def faithfulness_rows(comparison: Comparison) -> list[tuple[str, list[Row]]]:
                     "prompts": len(found),
                     "undefined": int(found["value"].isna().sum()),
                     "direction": first["direction"],
-                    "unit": first["unit"],
+                    # prompts may have targets of different kinds
+                    "unit": " or ".join(sorted(set(found["unit"]))),
                     "control": bool(first["control"]),
                     "circular": bool(found["circular"].any()),
                     "range": (float(found["low"].mean()), float(found["high"].mean())),
@@ -291,18 +292,20 @@ def token_cases(comparison: Comparison, method: str) -> list[Row]:
     """The catalogues of one method on tokens."""
     labels = comparison.prompts["prompt"].tolist()
     texts = {label: tokens_of(comparison, label) for label in labels}
-    where = [(label, f"prompt {label}") for label in labels]
+    units = comparison.prompts["unit"].tolist()
+    where = [(label, f"prompt {label}", unit) for label, unit in zip(labels, units, strict=True)]
     return _catalogue_rows(comparison.cases[method], comparison.judged[method], where, texts)
 
 
 def edge_cases(edges: EdgeVerdicts, method: str) -> list[Row]:
     """The catalogues of one method on edges: which head of which layer, which key of the last query."""
-    where = [(prompt, f"L{layer}H{head}, prompt {prompt}") for prompt, _, layer, head in edges.rows]
+    named = zip(edges.rows, edges.units, strict=True)
+    where = [(prompt, f"L{layer}H{head}, prompt {prompt}", unit) for (prompt, _, layer, head), unit in named]
     return _catalogue_rows(edges.cases[method], edges.judged[method], where, edges.tokens)
 
 
 def _catalogue_rows(
-    cases: Catalogues, judged: Verdicts, where: Sequence[tuple[str, str]], texts: Mapping[str, Sequence[str]]
+    cases: Catalogues, judged: Verdicts, where: Sequence[tuple[str, str, str]], texts: Mapping[str, Sequence[str]]
 ) -> list[Row]:
     kinds: list[Row] = []
     for kind, title, meaning in KINDS:
@@ -311,8 +314,10 @@ def _catalogue_rows(
     return kinds
 
 
-def _case(judged: Verdicts, row: int, item: int, where: tuple[str, str], texts: Mapping[str, Sequence[str]]) -> Row:
-    prompt, place = where
+def _case(
+    judged: Verdicts, row: int, item: int, where: tuple[str, str, str], texts: Mapping[str, Sequence[str]]
+) -> Row:
+    prompt, place, unit = where
     tokens = list(texts[prompt])
     start, end = max(0, item - _AROUND), min(len(tokens), item + _AROUND + 1)
     return {
@@ -329,6 +334,7 @@ def _case(judged: Verdicts, row: int, item: int, where: tuple[str, str], texts: 
         "effect": float(judged.effect[row, item]),
         "low": float(judged.shown.low[row, item]),
         "high": float(judged.shown.high[row, item]),
+        "unit": unit,
         "delta": float(judged.shown.delta[row]),
     }
 

@@ -47,7 +47,14 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     env.filters.update(
-        num=number, percent=percent, small=scientific, size=file_size, token=visible, short=shortened, seconds=seconds
+        num=number,
+        fixed=fixed,
+        percent=percent,
+        small=scientific,
+        size=file_size,
+        token=visible,
+        short=shortened,
+        seconds=seconds,
     )
     return env
 
@@ -107,6 +114,14 @@ def number(value: Any, digits: int = 3) -> str:
         places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
         text = f"{value:,.{min(places, digits)}f}"
     return text.replace("-", MINUS, 1)
+
+
+def fixed(value: Any, digits: int = 2) -> str:
+    """`digits` places after the point; a dash for what is undefined, and no minus sign before a zero."""
+    if _undefined(value):
+        return DASH
+    text = f"{float(value):.{digits}f}"
+    return text.removeprefix("-") if float(text) == 0 else text.replace("-", MINUS, 1)
 
 
 def percent(value: Any, digits: int = 1) -> str:
