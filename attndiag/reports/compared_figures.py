@@ -91,6 +91,7 @@ def draw_agreement(
         axis.tick_params(length=0)
         axis.spines[:].set_visible(False)
         bar = figure.colorbar(image, ax=axis, orientation="horizontal", shrink=0.8, aspect=22, pad=0.02)
+        bar.set_ticks([-1, -0.5, 0, 0.5, 1])
         bar.set_label(unit)
         bar.outline.set_visible(False)  # type: ignore[operator]
     axes[0][0].set_yticks(range(n), [short_name(name) for name in methods])

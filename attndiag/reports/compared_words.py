@@ -138,8 +138,8 @@ def _layers_sentence(edges: EdgeVerdicts, method: str) -> str:
     worst = ", ".join(f"{layer} ({wrong} of {decided})" for _, layer, wrong, decided in rates[:_NAMED])
     best = rates[-1]
     return (
-        f"Layers: most often in layer{'s' if len(rates) > _NAMED else ''} {worst} of its heads' rows, least in layer "
-        f"{best[1]} ({best[2]} of {best[3]})."
+        f"Layers, rows of heads that mislead of those decided: most in {worst}; least in {best[1]} ({best[2]} of "
+        f"{best[3]})."
     )
 
 
