@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attndiag.catalog import explain
-    from attndiag.comparison.side_by_side import compare
     from attndiag.explanations.attention_card import card
     from attndiag.explanations.audit_run import audit
     from attndiag.explanations.contributions import contributions
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from attndiag.hooks.edits import edit
     from attndiag.models.load import load
     from attndiag.prompts import Prompt, Target
+    from attndiag.reports.compared import compare
     from attndiag.reports.page import report
     from attndiag.runs.compared_run import read_compared_run
     from attndiag.runs.comparing import run
@@ -61,7 +61,7 @@ _HOME = {
     "ValueZeroing": "attndiag.hooks.edit_kinds",
     "audit": "attndiag.explanations.audit_run",
     "capture": "attndiag.hooks.capture_context",
-    "compare": "attndiag.comparison.side_by_side",
+    "compare": "attndiag.reports.compared",
     "card": "attndiag.explanations.attention_card",
     "contributions": "attndiag.explanations.contributions",
     "edge_effects": "attndiag.explanations.edge_truth",
