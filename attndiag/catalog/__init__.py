@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from attndiag.catalog.entries import CATALOG
 from attndiag.catalog.record import Method, UnknownMethodError, UnknownParameterError, catalogue
-from attndiag.catalog.running import explain, method_named
+from attndiag.catalog.running import explain, method_named, work_of
 
 __all__ = [
     "CATALOG",
@@ -18,4 +18,5 @@ __all__ = [
     "catalogue",
     "explain",
     "method_named",
+    "work_of",
 ]

@@ -11,6 +11,10 @@ _SAMPLED = "attndiag.explanations.sampled_gradients"
 _SURROGATES = "attndiag.explanations.surrogates"
 _EDGES = "attndiag.explanations.pattern_gradients:pattern_gradients"
 _FREEDOM = "attndiag.explanations.pattern_freedom"
+_TRUTH = "attndiag.explanations.edge_truth:edge_effects"
+_EDGE_WORK = "attndiag.explanations.causal_work:edge_work"
+_PATCHING = "attndiag.explanations.patching"
+_INTERVENTIONS = "attndiag.explanations.interventions"
 _CONTRIBUTIONS = "attndiag.explanations.model_contributions:model_contributions"
 
 
@@ -158,13 +162,14 @@ CATALOG = catalogue(
         Method(
             "edge_effect",
             "exact effect of removing each edge, or renormalising its row without it",
-            "attndiag.explanations.edge_truth:edge_effects",
+            _TRUTH,
             "edge",
             "signed",
             "target",
             "one restarted forward for each edge",
             ("attention weights",),
             call="prompt",
+            work=_EDGE_WORK,
         ),
         Method(
             "pattern_gradient",
@@ -207,11 +212,37 @@ CATALOG = catalogue(
             "ALTI-Logit, arXiv 2305.12535",
             call="prompt",
         ),
-        # -------------------------------------------------------------------------------- heads
+        # -------------------------------------------------------- activations of a prompt and its counterfactual
+        Method(
+            "activation_patching",
+            "exact effect of putting single activations of one run into the other",
+            f"{_PATCHING}:activation_patching",
+            "activation",
+            "signed",
+            "target",
+            "2 forwards and one for each layer and position (and head)",
+            ("a counterfactual of the same length", "numbered blocks"),
+            "Meng 2022, arXiv 2202.05262",
+            call="pair",
+            work="attndiag.explanations.causal_work:patching_work",
+        ),
+        Method(
+            "attribution_patching",
+            "its first-order estimate, with the exact effect of the largest",
+            f"{_PATCHING}:attribution_patching",
+            "activation",
+            "signed",
+            "target",
+            "3 forwards + 1 backward, and one forward for each exact value",
+            ("a counterfactual of the same length", "numbered blocks", "gradients"),
+            "Syed 2023, arXiv 2310.10348",
+            call="pair",
+        ),
+        # ---------------------------------------------------------------- heads, sets of heads and layers
         Method(
             "head_effect",
             "exact effect of removing all edges of a head",
-            "attndiag.explanations.edge_truth:edge_effects",
+            _TRUTH,
             "head",
             "signed",
             "target",
@@ -219,6 +250,29 @@ CATALOG = catalogue(
             ("attention weights",),
             call="prompt",
             fixed={"grain": "head"},
+            work=_EDGE_WORK,
+        ),
+        Method(
+            "head_ablation",
+            "exact effect of a set of heads ablated together, because redundant heads hide each other",
+            f"{_INTERVENTIONS}:ablate_heads",
+            "prompt",
+            "signed",
+            "target",
+            "2 forwards, and one for each donor",
+            ("attention weights",),
+            call="prompt",
+        ),
+        Method(
+            "attention_off",
+            "exact effect of a layer's attention writing nothing, its bias included",
+            f"{_INTERVENTIONS}:attention_off",
+            "layer",
+            "signed",
+            "target",
+            "1 forward and one for each layer",
+            ("an output projection",),
+            call="prompt",
         ),
         Method(
             "pattern_freedom",

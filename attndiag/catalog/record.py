@@ -1,7 +1,8 @@
 """`Method`: what the catalogue knows of a method. Reading it imports no torch; `Method.function` imports the code.
 
 Scopes: `token`, one number for each position of the prompt; `edge`, for each layer, head, query and key (or query and
-key); `head`; `row`, for each layer and query.
+key); `activation`, for each layer and position (or layer, head and position); `head`; `layer`; `row`, for each layer
+and query; `prompt`, one number.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any, Literal
 
 from attndiag.errors import AttnDiagError
 
-Scope = Literal["token", "edge", "head", "row"]
-Call = Literal["prompts", "prompt", "untargeted"]
+Scope = Literal["token", "edge", "activation", "head", "layer", "row", "prompt"]
+Call = Literal["prompts", "prompt", "pair", "untargeted"]
 
 
 REQUIRED = "required"
@@ -44,8 +45,10 @@ class Method:
     cost : in forwards and backwards of one prompt of n tokens.
     needs : what the model or prompt must have; empty where any model will do.
     source : paper, or "definition".
-    call : how the function is called: with many prompts and a target, with one, or with prompts alone.
+    call : how the function is called: with many prompts and a target, with one, with one and its counterfactual
+        (`Prompt.pair`, or `corrupted=`), or with prompts alone.
     fixed : parameters that make the function this entry.
+    work : `"module:function"` that tells the cost of a call before it is made; empty where it is short.
     """
 
     name: str
@@ -59,12 +62,17 @@ class Method:
     source: str = "definition"
     call: Call = "prompts"
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    work: str = ""
 
     @property
     def function(self) -> Callable[..., Any]:
         """The code behind the entry."""
-        module, _, name = self.home.partition(":")
-        return getattr(import_module(module), name)
+        return _imported(self.home)
+
+    @property
+    def estimate(self) -> Callable[..., Any] | None:
+        """What tells the cost of a call, None for methods that are short."""
+        return _imported(self.work) if self.work else None
 
     @property
     def targeted(self) -> bool:
@@ -74,13 +82,25 @@ class Method:
     @property
     def parameters(self) -> dict[str, Any]:
         """Keyword parameters with their defaults, as the function has them; `REQUIRED` where there is none."""
-        known = {"lm", "prompt", "prompts", "target", "progress", *self.fixed}
+        known = {"lm", "prompt", "prompts", "clean", "target", "progress", *self.fixed}
         given = inspect.signature(self.function).parameters.values()
-        return {
+        found = {
             each.name: REQUIRED if each.default is each.empty else each.default
             for each in given
             if each.name not in known
         }
+        # without one, the prompt's own counterfactual is taken
+        return found | {"corrupted": None} if self.call == "pair" else found
+
+    @property
+    def reports(self) -> bool:
+        """True where the function tells its progress within one prompt."""
+        return self.call != "prompts" and "progress" in inspect.signature(self.function).parameters
+
+
+def _imported(home: str) -> Callable[..., Any]:
+    module, _, name = home.partition(":")
+    return getattr(import_module(module), name)
 
 
 def catalogue(methods: Sequence[Method]) -> Mapping[str, Method]:

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any, overload
 
 from attndiag.catalog.entries import CATALOG
 from attndiag.catalog.record import REQUIRED, Method, UnknownMethodError, UnknownParameterError
+from attndiag.errors import PromptError
 
 if TYPE_CHECKING:
+    from attndiag.explanations.causal_work import CausalWork
     from attndiag.models.load import LoadedModel
     from attndiag.prompts import Prompt, Target
     from attndiag.scores import Scores
+
+Progress = Callable[[int, int], None]
 
 
 def method_named(name: str) -> Method:
@@ -31,7 +35,8 @@ def explain(
     target: Target | None = None,
     *,
     method: str = ...,
-    progress: Callable[[int, int], None] | None = ...,
+    progress: Progress | None = ...,
+    steps_done: Progress | None = ...,
     **params: Any,
 ) -> Scores: ...
 
@@ -43,7 +48,8 @@ def explain(
     target: Target | Sequence[Target] | None = None,
     *,
     method: str = ...,
-    progress: Callable[[int, int], None] | None = ...,
+    progress: Progress | None = ...,
+    steps_done: Progress | None = ...,
     **params: Any,
 ) -> list[Scores]: ...
 
@@ -54,7 +60,8 @@ def explain(
     target: Target | Sequence[Target] | None = None,
     *,
     method: str = "replacement",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
+    steps_done: Progress | None = None,
     **params: Any,
 ) -> Scores | list[Scores]:
     """Run one method of the catalogue.
@@ -67,6 +74,8 @@ def explain(
         target (weights, contributions) leave it unread.
     method : a name of `CATALOG`; `attndiag methods` lists them.
     progress : called with (prompts done, prompts in all).
+    steps_done : called with (steps done, steps in all) within each prompt by the methods that take long (edges,
+        patches); other methods never call it.
     params : parameters of the method, for example `baseline=`, `steps=`, `replacement=`, `layers=`.
 
     Returns
@@ -76,6 +85,7 @@ def explain(
     Raises
     ------
     UnknownMethodError, UnknownParameterError : with the nearest names.
+    PromptError : the method compares two prompts, and a prompt has no `pair`.
     Others as the method's own function says.
     """
     entry = method_named(method)
@@ -90,11 +100,45 @@ def explain(
     if len(targets) != len(batch):
         raise ValueError(f"{len(targets)} targets were given for {len(batch)} prompts; give one, or one each")
     results = []
+    if entry.reports and steps_done is not None:
+        given["progress"] = steps_done
+    corrupted = given.pop("corrupted", None) if entry.call == "pair" else None
     for done, (prompt, each) in enumerate(zip(batch, targets, strict=True), start=1):
-        results.append(entry.function(lm, prompt, *([each] if entry.targeted else []), **given))
+        other = [counterfactual(prompt, corrupted, entry.name)] if entry.call == "pair" else []
+        results.append(entry.function(lm, prompt, *other, *([each] if entry.targeted else []), **given))
         if progress is not None:
             progress(done, len(batch))
     return results[0] if one else results
+
+
+def counterfactual(prompt: Prompt | str, corrupted: Prompt | str | None, method: str) -> Prompt | str:
+    """The prompt to compare with: the given one, else the prompt's own `pair`.
+
+    Raises
+    ------
+    PromptError : there is neither.
+    """
+    if corrupted is not None:
+        return corrupted
+    own = None if isinstance(prompt, str) else prompt.pair
+    if own is None:
+        raise PromptError(
+            f"{method} compares a prompt with a counterfactual of the same length, and this prompt has no pair; give "
+            "Prompt(..., pair=...) or corrupted="
+        )
+    return own
+
+
+def work_of(lm: LoadedModel, prompt: Prompt | str, method: str, params: Mapping[str, Any]) -> CausalWork | None:
+    """What a call will cost in forwards and memory; None for methods that are short.
+
+    Raises
+    ------
+    UnknownMethodError, UnknownParameterError : with the nearest names.
+    """
+    entry = method_named(method)
+    _check_parameters(entry, params)
+    return None if entry.estimate is None else entry.estimate(lm, prompt, **{**entry.fixed, **params})
 
 
 def _check_parameters(entry: Method, params: Mapping[str, Any]) -> None:

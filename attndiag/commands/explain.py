@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 @guarded
 def methods(
     scope: Annotated[
-        str | None, typer.Option(help="Only methods for: token, edge, head, row.", show_default=False)
+        str | None,
+        typer.Option(help="Only methods for: token, edge, activation, head, layer, row, prompt.", show_default=False),
     ] = None,
     json: options.Json = False,
 ) -> None:
@@ -115,6 +116,7 @@ def explain(
       attndiag explain "When Mary and John went to the store, John gave a drink to" --target " Mary" --foil " John"
       attndiag explain "The capital of France is" --method integrated_gradients --set baseline=zero
       attndiag explain --id ioi-1 --method replacement --replacement pair
+      attndiag explain --id ioi-1 --method activation_patching --set site=head_out --set mode=noise --set layers=18,23
       attndiag explain --prompts my.jsonl --method kernel_shap -o scores.parquet
     """
     from attndiag.catalog import method_named
@@ -140,7 +142,7 @@ def explain(
             progress=bar,
         )
     with progress_bar(quiet=quiet) as bar:
-        results, failed = _measure(lm, entry, chosen, params, bar)
+        results, failed = _measure(lm, entry, chosen, params, bar, quiet=quiet)
     for label, reason in failed.items():
         remark(f"{label}: {reason}")
     if results:
@@ -152,7 +154,7 @@ def explain(
 
 
 def _measure(
-    lm: LoadedModel, entry: Method, prompts: list[Prompt], params: dict[str, Any], bar: Any
+    lm: LoadedModel, entry: Method, prompts: list[Prompt], params: dict[str, Any], bar: Any, *, quiet: bool
 ) -> tuple[dict[str, Scores], dict[str, str]]:
     """Scores by prompt, and why others have none."""
     from attndiag import catalog
@@ -164,8 +166,14 @@ def _measure(
     bar("measuring", 0, len(prompts))
     for done, prompt in enumerate(prompts, start=1):
         label = prompt_label(prompt)
+        inside = f"{entry.name} of {label}" if entry.reports else "measuring"
         try:
-            results[label] = catalog.explain(lm, prompt, method=entry.name, **params)
+            work = catalog.work_of(lm, prompt, entry.name, params)
+            if work is not None:
+                remark(f"{label}: {work}", quiet=quiet)
+            results[label] = catalog.explain(
+                lm, prompt, method=entry.name, steps_done=lambda *counts, what=inside: bar(what, *counts), **params
+            )
         except (catalog.UnknownParameterError, catalog.UnknownMethodError):
             raise
         except AttnDiagError as error:
@@ -204,6 +212,8 @@ def _show(results: dict[str, Scores], entry: Method, top: int, output: Path | No
             about.append(f"m={scores.checks['m']:.4g}")
         if isinstance(scores.checks.get("completeness_gap"), float):
             about.append(f"completeness gap {scores.checks['completeness_gap']:.2%}")
+        if isinstance(scores.checks.get("spearman_of_top"), float):
+            about.append(f"rank correlation with the exact values {scores.checks['spearman_of_top']:.3f}")
         data("# " + ", ".join(about))
         if entry.scope != "token":
             known = frame[frame["value"].notna()]
@@ -216,6 +226,11 @@ def _show(results: dict[str, Scores], entry: Method, top: int, output: Path | No
 def _frame(scores: Scores) -> pd.DataFrame:
     """The tidy table, with what was measured beside each value."""
     frame = scores.to_frame()
+    exact = scores.checks.get("exact")
+    if isinstance(exact, dict):  # attribution patching: place -> the effect that the largest estimates really have
+        layers = list(scores.labels["layer"])
+        places = zip(*(frame[axis] for axis in scores.axes), strict=True)
+        frame["exact"] = [exact.get((layers[layer], *place), float("nan")) for layer, *place in places]
     if len(scores.axes) == 1:
         for name in ("se", "flip_share", "ood", "admissible"):
             values = scores.checks.get(name)

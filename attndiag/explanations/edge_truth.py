@@ -25,6 +25,7 @@ from torch import Tensor
 
 from attndiag.core.attention import forbidden_entries
 from attndiag.errors import RunFolderError, ShapeError, UnsupportedModelError
+from attndiag.explanations.causal_work import edge_work, rows_of_batch
 from attndiag.explanations.resolve import prompt_label, resolve_target
 from attndiag.explanations.resolved import ResolvedTarget
 from attndiag.hooks.capture_context import capture
@@ -101,12 +102,17 @@ def edge_effects(
     ShapeError : layers, queries or edges out of range.
     RunFolderError : `resume` holds the results of another call.
     TargetError : see `attndiag.score`.
+    InsufficientMemoryError : one batch does not fit; see `causal_work`.
     """
     if grain in ("head", "layer") and mode != "remove":
         raise ValueError(f"grain={grain!r} takes whole rows away, so nothing is left to renormalise; use mode='remove'")
     if grain != "edge" and queries is not None:
         raise ValueError(f"grain={grain!r} takes an edge away for every query; leave queries out")
     one = as_prompts(prompt)[0]
+    edges = None if edges is None else [tuple(int(part) for part in edge) for edge in edges]  # type: ignore[misc]
+    edge_work(
+        lm, one, layers=layers, queries=queries, edges=edges, grain=grain, batch_tokens=batch_tokens
+    ).require_fit()
     resolved = resolve_target(lm, one, target)
     visible, sites, tokens = _visible(lm, resolved, stream)
     plan = _plan(visible, sites, layers, queries, edges, grain)
@@ -264,8 +270,7 @@ class _Runner:
         """Effects of the group's edges in order, and m of the unedited row of the last batch."""
         n = self.resolved.encoded.input_ids.shape[1]
         width = n - group.query if self.restart is not None else n
-        # keys and values of the whole prompt are laid out for every row, so long prompts get fewer rows
-        size = max(min(batch_tokens // max(width, 1), 16 * batch_tokens // n) - 1, 1)
+        size = rows_of_batch(batch_tokens, width, n)
         effects: list[float] = []
         clean = float("nan")
         device = self.resolved.encoded.input_ids.device

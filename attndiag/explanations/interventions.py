@@ -1,11 +1,11 @@
-"""Effects of interventions on the target: any edits together, and sets of heads ablated.
+"""Effects of interventions on the target: any edits together, sets of heads ablated, layers without attention.
 
 effect = m(clean) - m(edited), positive where what was taken away had helped the target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from attndiag.errors import ShapeError
 from attndiag.explanations.resolve import prompt_label, resolve_target
 from attndiag.explanations.resolved import ResolvedTarget
 from attndiag.hooks.activations import layers_with, recording
-from attndiag.hooks.edit_kinds import Edit, HeadAblation, PatternReplacement, Stream
+from attndiag.hooks.edit_kinds import AttentionOff, Edit, HeadAblation, PatternReplacement, Stream
 from attndiag.hooks.edits import edit
 from attndiag.models.access import evaluating
 from attndiag.models.load import LoadedModel, as_prompts
@@ -23,6 +23,7 @@ from attndiag.prompts import Prompt, Target
 from attndiag.scores import Scores
 
 Head = tuple[int, int]
+Progress = Callable[[int, int], None]
 
 
 def effect_of(
@@ -134,6 +135,51 @@ def ablate_heads(
         params={"heads": tuple(sorted(heads)), "mode": mode, "preserve_patterns": preserve_patterns, "seed": seed},
         provenance=provenance(lm),
         checks={"clean": torch.cat(clean)},
+    )
+
+
+def attention_off(
+    lm: LoadedModel,
+    prompt: Prompt | str,
+    target: Target | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    stream: Stream = "self",
+    progress: Progress | None = None,
+) -> Scores:
+    """m(clean) - m(a layer's attention adds nothing to the stream, its bias included), [layer], one layer at a time.
+
+    Parameters
+    ----------
+    layers : all that have an output projection when None.
+    progress : called with (layers done, layers in all).
+
+    Raises
+    ------
+    What `attndiag.edit` and `attndiag.score` raise.
+    """
+    one = as_prompts(prompt)[0]
+    resolved = resolve_target(lm, one, target)
+    there = layers_with(lm.model, "attn_out", stream)
+    chosen = sorted(there) if layers is None else sorted({int(layer) for layer in layers})
+    clean = float(resolved.value(lm.run(resolved.inputs)))
+    effects = []
+    for done, layer in enumerate(chosen, start=1):
+        with edit(lm, AttentionOff(layer, stream=stream)):
+            effects.append(clean - float(resolved.value(lm.run(resolved.inputs))))
+        if progress is not None:
+            progress(done, len(chosen))
+    return Scores(
+        values=torch.tensor(effects),
+        axes=("layer",),
+        method="attention_off",
+        unit=resolved.unit,
+        sign="signed",
+        labels={"layer": chosen},
+        target=resolved.targets[0],
+        params={"stream": stream},
+        provenance=provenance(lm) | {"prompt": prompt_label(one)},
+        checks={"clean": clean},
     )
 
 

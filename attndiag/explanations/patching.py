@@ -20,6 +20,7 @@ from torch import Tensor
 
 from attndiag.core.gradients import head_gradient
 from attndiag.errors import PromptError, ShapeError, UnsupportedModelError
+from attndiag.explanations.causal_work import patching_work
 from attndiag.explanations.forwarding import editing_embeddings
 from attndiag.explanations.interventions import provenance
 from attndiag.explanations.resolve import prompt_label, resolve_target
@@ -70,7 +71,9 @@ def activation_patching(
     ------
     PromptError : the prompts differ in length; both tokenisations are shown.
     ShapeError, UnsupportedModelError : layers or sites that do not exist.
+    InsufficientMemoryError : one batch does not fit; see `causal_work`.
     """
+    patching_work(lm, clean, site=site, layers=layers, stream=stream, batch_size=batch_size).require_fit()
     pair = _Pair(lm, clean, corrupted, target, site, mode, layers, stream)
     places = pair.places()
     values = torch.full(pair.shape, float("nan"))

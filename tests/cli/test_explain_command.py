@@ -114,6 +114,28 @@ def test_parameters_that_do_not_exist_or_do_not_fit_are_misuse(folder: Path) -> 
     assert "the shortest prompt has 6 tokens" in " ".join(wide.stderr.split())
 
 
+def test_two_prompts_are_patched_from_a_file_with_pairs(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    row = {"id": "one", "prompt": "w5 w9 w30 w7", "target": "w10", "foil": "w20", "pair": "w5 w8 w30 w7"}
+    path.write_text(json.dumps(row) + "\n")
+    words = ["explain", "--prompts", str(path), "-m", str(folder), "--device", "cpu"]
+    words += ["--set", "site=head_out", "--set", "layers=1", "--set", "mode=noise"]
+    done = run(*words, "--method", "activation_patching", "--json")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)[0]["rows"]
+    assert len(rows) == 4 * 4
+    assert all(each["value"] == 0 for each in rows if each["position"] == 0)  # the prompts begin with the same token
+    assert "one: 16 patches, at most 17 forwards of its 4 tokens, about" in " ".join(done.stderr.split())
+    estimated = run(*words, "--method", "attribution_patching", "--set", "top=3", "-q", "--json")
+    beside = {(each["head"], each["position"]): each["exact"] for each in json.loads(estimated.stdout)[0]["rows"]}
+    exact = {(each["head"], each["position"]): each["value"] for each in rows}
+    assert sum(value is not None for value in beside.values()) == 3
+    assert all(value == pytest.approx(exact[place]) for place, value in beside.items() if value is not None)
+    alone = explain(folder, TEXT, "--method", "activation_patching", "--set", "site=attn_out", "--set", "mode=noise")
+    assert alone.exit_code == 2
+    assert "this prompt has no pair" in " ".join(alone.stderr.split())
+
+
 def test_heads_are_named_as_everywhere(folder: Path) -> None:
     words = ["--method", "temperature_sweep", "--set", "heads=L0H1,L1H3", "--target", "w10", "--json"]
     rows = json.loads(explain(folder, TEXT, *words).stdout)[0]["rows"]

@@ -20,7 +20,10 @@ from attndiag.catalog import (
     catalogue,
     explain,
     method_named,
+    work_of,
 )
+from attndiag.errors import InsufficientMemoryError, PromptError
+from attndiag.explanations import causal_work
 from attndiag.models.load import LoadedModel
 from attndiag.scores import Scores
 
@@ -33,6 +36,9 @@ AXES = {
         ("layer", "batch", "head", "query_pos", "key_pos"),
         ("layer", "batch", "query_pos", "key_pos"),
     },
+    "activation": {("layer", "position"), ("layer", "head", "position")},
+    "layer": {("layer",)},
+    "prompt": {("batch",)},
     "head": {("head",), ("head", "temperature"), ("layer", "head")},
     "row": {("layer", "batch", "query_pos")},
 }
@@ -46,6 +52,9 @@ QUICK: dict[str, dict[str, Any]] = {
     "contribution_norm": {"norm": "next"},
     "pattern_freedom": {"heads": [(0, 1), (1, 2)], "draws": 3, "steps": 5},
     "frozen_pattern": {"heads": [(0, 1), (1, 2)], "other": "w40 w41 w42 w43 w44 w45 w46"},
+    "activation_patching": {"site": "head_out", "mode": "noise", "corrupted": "w21 w6 w9 w31 w7 w9 w12"},
+    "attribution_patching": {"site": "attn_out", "mode": "denoise", "corrupted": "w21 w6 w9 w31 w7 w9 w12"},
+    "head_ablation": {"heads": [(0, 1), (1, 2)]},
     "temperature_sweep": {"heads": [(0, 1), (1, 2)], "temperatures": [0.5, 2.0]},
 }
 
@@ -91,6 +100,70 @@ def test_every_entry_is_what_it_says(name: str, llama_lm: LoadedModel, word_lm: 
     if entry.targeted and entry.sign == "signed":
         swapped = explain(lm, TEXT, TARGET.swapped(), method=name, **QUICK.get(name, {}))
         assert torch.equal(swapped.values.nan_to_num(), -found.values.nan_to_num())
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_a_batch_padded_on_either_side_equals_single_prompts(name: str, llama_lm: LoadedModel, word_lm: Any) -> None:
+    entry, lm = CATALOG[name], model_for(name, llama_lm, word_lm)
+    params = {key: value for key, value in QUICK.get(name, {}).items() if key not in ("corrupted", "other")}
+    prompts = [
+        Prompt(TEXT, pair="w21 w6 w9 w31 w7 w9 w12", target="w10", foil="w20"),
+        Prompt("w8 w9 w8", pair="w8 w5 w8", target="w10", foil="w20"),
+    ]
+    if name == "frozen_pattern":  # the other prompt has to be as long as each of them
+        prompts, params = prompts[:1], {**params, "other": QUICK[name]["other"]}
+    single = [explain(lm, prompt, method=name, **params) for prompt in prompts]
+    for side in ("left", "right") if "padding_side" in entry.parameters else (None,):
+        sided = {} if side is None else {"padding_side": side}
+        together = explain(lm, prompts, method=name, **params, **sided)
+        for one, other in zip(single, together, strict=True):
+            torch.testing.assert_close(other.values, one.values, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_two_prompts_are_compared_by_pair_or_by_name(llama_lm: LoadedModel) -> None:
+    other = "w21 w6 w9 w31 w7 w9 w12"
+    params = {"site": "attn_out", "mode": "noise"}
+    own = explain(llama_lm, Prompt(TEXT, pair=other), TARGET, method="activation_patching", **params)
+    named = explain(llama_lm, TEXT, TARGET, method="activation_patching", corrupted=other, **params)
+    assert torch.equal(own.values, named.values)
+    with pytest.raises(PromptError, match=r"this prompt has no pair; give Prompt\(\.\.\., pair=\.\.\.\) or corrupted="):
+        explain(llama_lm, TEXT, TARGET, method="activation_patching", **params)
+    with pytest.raises(PromptError, match=r"must have equally many tokens: 7 .* against 3"):
+        explain(llama_lm, Prompt(TEXT, pair="w21 w6 w9"), TARGET, method="attribution_patching", **params)
+    with pytest.raises(UnknownParameterError, match="activation_patching needs site and mode; give site="):
+        explain(llama_lm, Prompt(TEXT, pair=other), TARGET, method="activation_patching")
+
+
+def test_long_work_is_counted_before_and_reported_meanwhile(llama_lm: LoadedModel) -> None:
+    seen: list[tuple[int, int]] = []
+    work = work_of(llama_lm, TEXT, "edge_effect", {"layers": [1]})
+    assert work is not None
+    assert (work.what, work.count, work.n_tokens) == ("edges", 4 * 7 * 8 // 2, 7)
+    explain(llama_lm, TEXT, TARGET, method="edge_effect", layers=[1], steps_done=lambda *counts: seen.append(counts))
+    assert seen[-1] == (work.count, work.count)
+    patches = work_of(llama_lm, TEXT, "activation_patching", {"site": "head_out", "mode": "noise"})
+    assert patches is not None
+    assert patches.count == 2 * 4 * 7
+    assert "patches, at most" in str(patches)
+    assert work_of(llama_lm, TEXT, "saliency", {}) is None
+    with pytest.raises(UnknownParameterError, match="no parameter 'layer'"):
+        work_of(llama_lm, TEXT, "edge_effect", {"layer": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "remedy"),
+    [
+        ("edge_effect", {}, "give a smaller batch_tokens"),
+        ("head_effect", {"batch_tokens": 1}, "take a shorter prompt"),
+        ("activation_patching", {"site": "head_out", "mode": "noise", "corrupted": TEXT}, "give a smaller batch_size"),
+    ],
+)
+def test_work_that_cannot_fit_is_refused_before_it_begins(
+    name: str, params: dict[str, Any], remedy: str, llama_lm: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(causal_work, "available_bytes", lambda _device: 1000)
+    with pytest.raises(InsufficientMemoryError, match=f"of a prompt of 7 tokens need about .* are free; {remedy}"):
+        explain(llama_lm, TEXT, TARGET, method=name, **params)
 
 
 @pytest.mark.parametrize("name", CATALOG)
