@@ -141,7 +141,16 @@ class RunFolder:
         # the marker of completeness goes last
         for name in sorted(tables, key=lambda name: name == LAST_TABLE):
             require_table(name)
-            self.write_table(self.path / "shards" / name / f"{key}.parquet", tables[name])
+            self.write_table(self.shard(name, key), tables[name])
+
+    def shard(self, table: str, key: str) -> Path:
+        """Where a table of one piece of work lies while the run goes on."""
+        return self.path / "shards" / table / f"{key}.parquet"
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Add facts to the row of the run in `run.json`."""
+        about = dict(self.about)
+        self._mark({**about, "runs": {**about.get("runs", {}), **facts}}, finished=self.finished)
 
     def finish(self, tables: Mapping[str, pa.Table]) -> None:
         """Merge the shards, add the tables that belong to the whole run, and mark the run as finished.
@@ -228,7 +237,7 @@ class RunFolder:
     def arrow(self, table: str) -> pa.Table:
         """The same as a pyarrow table."""
         require_table(table)
-        return _read_parquet(self._merged(table)) if self.finished else self._from_shards(table)
+        return read_parquet(self._merged(table)) if self.finished else self._from_shards(table)
 
     def done(self) -> list[str]:
         """Keys of the pieces of work that are completely written."""
@@ -249,7 +258,7 @@ class RunFolder:
         import pyarrow as pa
 
         done = set(self.done())
-        whole = [_read_parquet(path) for path in self._shards(table) if path.stem in done]
+        whole = [read_parquet(path) for path in self._shards(table) if path.stem in done]
         return pa.concat_tables(whole) if whole else TABLES[table].empty()
 
 
@@ -281,7 +290,8 @@ def write_csv(file: IO[bytes], table: pa.Table, packed: bool) -> None:
         pa_csv.write_csv(table, stream)
 
 
-def _read_parquet(path: Path) -> pa.Table:
+def read_parquet(path: Path) -> pa.Table:
+    """A Parquet file, or `RunFolderError` naming the one that is damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -2,8 +2,8 @@
 
 A file holds a row for the tree of the record (JSON) and one for each array (dtype, shape, bytes), compressed with zstd.
 Beside them stand the key of the work and a checksum over everything, so a file that was cut off, changed or put in the
-place of another is told from a whole one. There is no pickle: only the record types listed in `RECORDS` come back, and
-only with exactly the fields that they have.
+place of another is told from a whole one. There is no pickle: only the record types listed in `RECORDS` come back, with
+no field that they do not have and none missing that they need.
 """
 
 from __future__ import annotations
@@ -156,13 +156,18 @@ def from_tree(tree: Any, arrays: list[NDArray[Any]]) -> Any:
         return {from_tree(key, arrays): from_tree(part, arrays) for key, part in tree["$pairs"]}
     kind = RECORDS.get(tree.get("$record", ""))
     given = tree.get("fields", {})
-    wanted = {field.name for field in dataclasses.fields(kind)} if kind is not None else set()
-    if kind is None or wanted != set(given):
-        differ = sorted(wanted ^ set(given))
+    known = {field.name: field for field in dataclasses.fields(kind)} if kind is not None else {}
+    needed = {name for name, field in known.items() if _required(field)}
+    if kind is None or not needed <= set(given) <= set(known):
+        differ = sorted(set(known) ^ set(given))
         raise BrokenResultError(
             f"it holds a record {tree.get('$record')!r} of another version of attndiag (fields that differ: {differ})"
         )
     return kind(**{name: from_tree(part, arrays) for name, part in given.items()})
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 # --------------------------------------------------------------------------------------------------------- the files

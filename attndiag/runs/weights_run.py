@@ -7,14 +7,11 @@ row with its reason. Nothing is drawn at random.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +28,10 @@ from attndiag.models.load import LoadedModel
 from attndiag.prompts import Prompt
 from attndiag.runs.call_measures import measure_call
 from attndiag.runs.call_record import CallMeasures, CallSettings
-from attndiag.runs.folder import RunFolder
+from attndiag.runs.folder import RunFolder, locked
+from attndiag.runs.keys import digest, package_versions, with_ids
 from attndiag.runs.memory import MemoryEstimate, estimate_memory
+from attndiag.runs.resuming import find_run, whole_prompts
 from attndiag.runs.rows import check_rows, disagreement_rows, head_rows, refusal_rows, score_rows, token_rows
 from attndiag.runs.schemas import PROMPTS, RUNS, TIMINGS
 from attndiag.runs.task_check import Answers, check_task, predicts_next_token, resolve_answers
@@ -112,73 +111,107 @@ def measure_prompts(
     n_skipped: int = 0,
     overwrite: bool = False,
     progress: Progress | None = None,
+    remark: Callable[[str], None] | None = None,
 ) -> RunOutcome:
     """Measure weights and contributions of every attention call on every prompt, and keep them in a run folder.
+
+    A run that was stopped goes on where it was: prompts that are there and whole are not measured again.
 
     Parameters
     ----------
     lm : from `attndiag.load`.
     prompts : in the order in which they will stand in the tables; ids must differ.
-    output : the run folder; new, empty, or a run that `overwrite` allows to replace.
+    output : the run folder; new, empty, this very run, or another one that `overwrite` allows to replace.
     settings : what to measure.
     prompt_file, n_skipped : where the prompts came from and how many entries were left out; written down.
     progress : called with (what is being done, prompts done, prompts in all).
+    remark : called with what a person should know: prompts that were found, or found damaged.
 
     Raises
     ------
     PromptError : no prompts, or two with the same id.
-    RunFolderError : the folder cannot be written, or the disk is full. Finished prompts stay.
+    RunFolderError : the folder cannot be written, is in use or holds another run, or the disk is full. Finished prompts
+        stay.
     UnsupportedModelError : the model has no attention that could be captured.
     """
     settings = settings or RunSettings()
-    named = _with_ids(prompts)
-    started = time.perf_counter()
+    named = with_ids(prompts)
     facts = _run_facts(lm, named, settings, prompt_file, n_skipped)
-    run_id = facts["run"]
-    folder = RunFolder.create(
-        output, run_id, about={"model": lm.info.name, "n_prompts": len(named), "runs": facts}, overwrite=overwrite
-    )
-    equal = _Once()
-    rows: list[dict[str, Any]] = []
-    kernels: set[str] = set()
-    backends: set[str] = set()
-    for index, prompt in enumerate(named):
+    RunFolder.require_place(output)
+    with locked(Path(output)):
+        found = None if overwrite else find_run(output, facts)
+        if found is not None and found.finished:
+            return _outcome(found)
+        if found is None:
+            about = {"model": lm.info.name, "n_prompts": len(named), "runs": facts}
+            found = RunFolder.create(output, facts["run"], about=about, overwrite=overwrite)
+        _measure_missing(lm, named, found, settings, progress, remark or (lambda _text: None), facts)
+        return _outcome(found)
+
+
+def _measure_missing(
+    lm: LoadedModel,
+    prompts: Sequence[Prompt],
+    folder: RunFolder,
+    settings: RunSettings,
+    progress: Progress | None,
+    say: Callable[[str], None],
+    facts: dict[str, Any],
+) -> None:
+    started = time.perf_counter()
+    done = whole_prompts(folder, prompts, say)
+    spent = folder.read("timings")
+    earlier = float(spent["seconds"].sum()) if done else 0.0
+    equal = _Once(folder.about["runs"].get("logits_equal"))
+    told = equal.answer
+    for index, prompt in enumerate(prompts):
+        key = f"{index:06d}"
+        if key in done:
+            continue
         if progress is not None:
-            progress("measuring", index, len(named))
+            progress("measuring", len(done), len(prompts))
         measured = _measure_prompt(lm, prompt, index, settings, equal)
-        tables = _tables(run_id, prompt, measured, settings)
-        rows.append(measured.row)
-        kernels |= {call.kernel for call in measured.calls}
-        backends |= {call.backend for call in measured.calls if call.backend is not None}
-        folder.write_shard(f"{index:06d}", tables)
+        folder.write_shard(key, _tables(folder.run_id, prompt, measured, settings))
+        done[key] = measured.row
+        if equal.answer is not told:
+            told = equal.answer
+            folder.note({"logits_equal": told})
     if progress is not None:
-        progress("measuring", len(named), len(named))
+        progress("measuring", len(prompts), len(prompts))
     seconds = time.perf_counter() - started
+    checks = folder.arrow("checks").to_pydict()
+    kernels, backends = (sorted({name for name in checks[column] if name}) for column in ("kernel", "backend"))
     facts |= {
+        "created": folder.about["runs"]["created"],
         "status": "complete",
-        "kernel": ", ".join(sorted(kernels)) or None,
-        "backend": ", ".join(sorted(backends)) or None,
+        "kernel": ", ".join(kernels) or None,
+        "backend": ", ".join(backends) or None,
         "logits_equal": equal.answer,
-        "seconds": seconds,
+        "seconds": earlier + seconds,
     }
     folder.finish({"runs": RUNS.table(facts)})
+
+
+def _outcome(folder: RunFolder) -> RunOutcome:
+    """What a finished run says of itself."""
+    rows, run = folder.read("prompts"), folder.read("runs").iloc[0]
     return RunOutcome(
         folder,
         n_prompts=len(rows),
-        n_failed=sum(row["status"] == "failed" for row in rows),
-        n_without_target=sum(row["status"] == "no_target" for row in rows),
-        n_calls=sum(row["n_calls"] for row in rows),
-        n_certified=sum(row["n_certified"] for row in rows),
-        logits_equal=equal.answer,
-        seconds=seconds,
+        n_failed=int((rows["status"] == "failed").sum()),
+        n_without_target=int((rows["status"] == "no_target").sum()),
+        n_calls=int(rows["n_calls"].sum()),
+        n_certified=int(rows["n_certified"].sum()),
+        logits_equal=None if run["logits_equal"] is None else bool(run["logits_equal"]),
+        seconds=float(run["seconds"]),
     )
 
 
 class _Once:
     """Whether outputs with and without capture were bit-equal; asked on the first prompt that runs."""
 
-    def __init__(self) -> None:
-        self.answer: bool | None = None
+    def __init__(self, answer: bool | None) -> None:
+        self.answer = answer
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,19 +338,6 @@ def _tables(run_id: str, prompt: Prompt, measured: _Measured, settings: RunSetti
     return tables
 
 
-def _with_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Prompts whose ids are there and differ."""
-    if not prompts:
-        raise PromptError("there are no prompts; give at least one")
-    named = [p if p.id is not None else replace(p, id=f"prompt-{i}") for i, p in enumerate(prompts, 1)]
-    seen: set[str | None] = set()
-    for prompt in named:
-        if prompt.id in seen:
-            raise PromptError(f"two prompts have the id {prompt.id!r}; ids must differ within a run")
-        seen.add(prompt.id)
-    return named
-
-
 def _run_facts(
     lm: LoadedModel,
     prompts: Sequence[Prompt],
@@ -366,7 +386,7 @@ def run_identity(lm: LoadedModel, prompts: Sequence[Prompt], settings: RunSettin
             "dtype": info.dtype,
             "attention": info.attn_implementation,
             "tokenizer": info.tokenizer_hash,
-            "prompts": _prompt_hash(_with_ids(prompts)),
+            "prompts": _prompt_hash(with_ids(prompts)),
             "methods": METHODS,
             "params": asdict(settings),
             "version": package_versions()["attndiag"],
@@ -378,28 +398,10 @@ def _prompt_hash(prompts: Sequence[Prompt]) -> str:
     return _digest([_plain(prompt) for prompt in prompts])
 
 
-def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that can change a number."""
-    found = {"python": platform.python_version()}
-    for name in ("attndiag", "torch", "transformers", "numpy", "scipy", "tokenizers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            # run from a source tree that is not installed
-            found[name] = _version_of_source(name)
-    return found
-
-
-def _version_of_source(name: str) -> str:
-    from importlib import import_module
-
-    return str(getattr(import_module(name), "__version__", "unknown")) if name != "attndiag" else "source tree"
-
-
 def _plain(prompt: Prompt) -> dict[str, Any]:
     return {key: dict(value) if isinstance(value, Mapping) else value for key, value in vars(prompt).items()}
 
 
 def _digest(value: Any) -> str:
-    """First 16 hex digits of the SHA-256 of a JSON-like value."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    """First 16 hex digits."""
+    return digest(value)[:16]
