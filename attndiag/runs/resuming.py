@@ -28,16 +28,6 @@ _DECIDE = (
     "methods",
     "seed",
 )
-    "model",
-    "revision",
-    "architecture",
-    "dtype",
-    "tokenizer_hash",
-    "prompt_hash",
-    "n_prompts",
-    "methods",
-    "seed",
-)
 # tables of a prompt on which attention was measured
 _MEASURED = ("tokens", "heads", "scores", "checks", "disagreements")
 
