@@ -71,7 +71,7 @@ def judge_masks(visible: list[Visible], meant: Mapping[str, bool]) -> list[Findi
         shape = shape_of(call)
         if meant[call.module_name] and not shape.causal:
             if _inverted(call):
-                text = "queries read the keys after them and none before: the mask is upside down"
+                text = "queries read what a causal mask hides and nothing that it shows: the mask is upside down"
                 groups.add(call, "inverted_mask", text, {"future_reach": shape.future_reach})
                 continue
             ahead = "the next token" if shape.future_reach == 1 else f"up to {shape.future_reach} tokens ahead"
@@ -240,14 +240,15 @@ class _Groups:
 
 
 def _inverted(call: Visible) -> bool:
-    """Nothing of the past, all of the future: queries with a future read exactly that."""
+    """None of the keys that a causal mask (with the window that the kernel was told) lets through, and the future."""
     keys = call.keys.any(1)
     if call.query_valid is not None:
         keys = keys & call.query_valid[:, :, None].bool()
     n_queries, n_keys = keys.shape[-2:]
-    future = torch.ones(n_queries, n_keys, dtype=torch.bool).triu(1 + n_keys - n_queries)
+    distance = torch.arange(n_keys - n_queries, n_keys)[:, None] - torch.arange(n_keys)[None, :]
+    meant = (distance >= 0) & (distance < (call.window or n_keys))
     # the last query has no key left, and frameworks disagree about such rows
-    return not bool(keys[:, :-1][:, ~future[:-1]].any()) and bool(keys[:, future].any())
+    return not bool(keys[:, :-1][:, meant[:-1]].any()) and bool(keys[:, distance < 0].any())
 
 
 def _window_fault(call: Visible, shape: MaskShape) -> tuple[str, dict] | None:

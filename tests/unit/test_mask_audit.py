@@ -11,6 +11,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    ElectraConfig,
+    ElectraForMaskedLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -26,6 +28,8 @@ from transformers import (
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -75,6 +79,14 @@ def bert() -> nn.Module:
     return widened(BertForMaskedLM(BertConfig(**SMALL, max_position_embeddings=64)))
 
 
+def roberta() -> nn.Module:
+    return widened(RobertaForMaskedLM(RobertaConfig(**SMALL, max_position_embeddings=64)))
+
+
+def electra() -> nn.Module:
+    return widened(ElectraForMaskedLM(ElectraConfig(**SMALL, embedding_size=32, max_position_embeddings=64)))
+
+
 def mistral() -> nn.Module:
     return widened(MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=5)))
 
@@ -98,6 +110,8 @@ ATTENTION = {
     "GPT2LMHeadModel": "transformer.h.0.attn",
     "GPTNeoXForCausalLM": "gpt_neox.layers.0.attention",
     "BertForMaskedLM": "bert.encoder.layer.0.attention.self",
+    "RobertaForMaskedLM": "roberta.encoder.layer.0.attention.self",
+    "ElectraForMaskedLM": "electra.encoder.layer.0.attention.self",
 }
 NORM = {
     "LlamaForCausalLM": "model.layers.0.input_layernorm",
@@ -180,9 +194,31 @@ def test_leaks_of_causal_masks(build, fault, kind):
         assert found.stack_reach[1] == 1
 
 
-def test_an_inverted_mask_of_an_encoder_shows_under_padding():
-    model = bert()
+@pytest.mark.parametrize("build", [bert, roberta, electra])
+def test_an_inverted_mask_of_an_encoder_shows_under_padding(build):
+    model = build()
+    assert attndiag.audit(model).passed
     name = plant_mask(model, lambda allowed: allowed if bool(allowed.all()) else ~allowed)
+    findings = attndiag.audit(model).findings
+    assert (findings[0].kind, findings[0].modules, findings[0].layers) == ("inverted_mask", (name,), (0,))
+
+
+@pytest.mark.parametrize("build", [llama, qwen2, mistral])
+def test_a_boolean_mask_read_the_other_way_round_under_sdpa(build):
+    """As when a mask for `nn.MultiheadAttention`, where True forbids, reaches sdpa, where True allows."""
+    model = build()
+    model.set_attn_implementation("sdpa")
+    name = ATTENTION[type(model).__name__]
+
+    def hook(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        given = kwargs.get("attention_mask")
+        if given is None:  # sdpa sets is_causal instead of a plain causal mask
+            length = kwargs["hidden_states"].shape[1]
+            given = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+        assert given.dtype == torch.bool
+        return args, {**kwargs, "attention_mask": ~given}
+
+    model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
     findings = attndiag.audit(model).findings
     assert (findings[0].kind, findings[0].modules) == ("inverted_mask", (name,))
 
