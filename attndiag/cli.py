@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from attndiag.commands.card import audit, card
+from attndiag.commands.compare import compare
 from attndiag.commands.console import INTERRUPTED, data
 from attndiag.commands.explain import explain, methods
 from attndiag.commands.facts import env, models, validate
@@ -30,7 +31,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 # in the order in which --help lists them
-for command in (report, run, view, explain, heads, card, audit, learn, validate, methods, models, env):
+for command in (report, run, compare, view, explain, heads, card, audit, learn, validate, methods, models, env):
     app.command()(command)
 
 

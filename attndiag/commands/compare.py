@@ -1,0 +1,377 @@
+"""`attndiag compare`: do methods tell what the model uses? Verdicts, agreement, faithfulness as tables and a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attndiag.commands import options
+from attndiag.commands.choosing import choose_prompts
+from attndiag.commands.console import (
+    FINE,
+    INTERRUPTED,
+    SOME_FAILED,
+    data,
+    data_json,
+    guarded,
+    progress_bar,
+    remark,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from attndiag.prompts import Prompt
+    from attndiag.runs.compared_run import ComparedRun
+    from attndiag.runs.plan import RunPlan
+
+COMPARISON = "Comparison"
+
+
+class EdgeChoice(StrEnum):
+    """Which edges of the last query are taken away."""
+
+    auto = "auto"
+    all = "all"
+    screen = "screen"
+    none = "none"
+
+
+class TableName(StrEnum):
+    """Tables that can be printed as CSV."""
+
+    methods = "methods"
+    edges = "edges"
+    heads = "heads"
+    prompts = "prompts"
+    agreement = "agreement"
+    faithfulness = "faithfulness"
+    differences = "differences"
+    verdicts = "verdicts"
+    problems = "problems"
+
+
+@guarded
+def compare(
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TEXT | RUN_DIR", help="A prompt, or the folder of a run that is there.", show_default=False
+        ),
+    ] = None,
+    prompts: options.Prompts = None,
+    prompt_id: Annotated[
+        str | None, typer.Option("--id", metavar="ID", help="One prompt of the set.", show_default=False)
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Answer, first token, leading space included; the prompt's own, or the model's top-1.",
+            show_default=False,
+        ),
+    ] = None,
+    foil: Annotated[str | None, typer.Option(help="What the answer is measured against.", show_default=False)] = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--methods",
+            help="Names with commas, see `attndiag methods`; eight by default.",
+            rich_help_panel=COMPARISON,
+            show_default=False,
+        ),
+    ] = None,
+    replacements: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--replacements",
+            "--replacement",
+            metavar="NAME[:draws=N,...]",
+            help="How tokens are replaced; give it again for several. sampled:draws=16 by default.",
+            rich_help_panel=COMPARISON,
+            show_default=False,
+        ),
+    ] = None,
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metrics",
+            help="Faithfulness metrics with commas, or none.",
+            rich_help_panel=COMPARISON,
+            show_default=False,
+        ),
+    ] = None,
+    own: Annotated[
+        Path | None,
+        typer.Option(
+            "--own",
+            metavar="FILE",
+            help="Scores of another tool (.jsonl, .csv, .parquet): prompt, method, position, score; or start, end for "
+            "position.",
+            rich_help_panel=COMPARISON,
+            show_default=False,
+        ),
+    ] = None,
+    primary: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B", help="The pair that is the main question.", rich_help_panel=COMPARISON, show_default=False
+        ),
+    ] = None,
+    edges: Annotated[
+        EdgeChoice,
+        typer.Option(
+            help="Edges taken away one by one: all, a screen, none. auto: all up to 8,192 a prompt.",
+            rich_help_panel=COMPARISON,
+            case_sensitive=False,
+        ),
+    ] = EdgeChoice.auto,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Keep the run, its page and its figures here.",
+            rich_help_panel=options.OUTPUT,
+            show_default=False,
+        ),
+    ] = None,
+    csv: Annotated[
+        bool, typer.Option("--csv", help="Print one table as CSV, see --table.", rich_help_panel=options.OUTPUT)
+    ] = False,
+    table: Annotated[
+        TableName, typer.Option("--table", help="Which table --csv prints.", rich_help_panel=options.OUTPUT)
+    ] = TableName.methods,
+    limit: options.Limit = None,
+    skip_bad: options.SkipBad = False,
+    model: options.ModelName = "default",
+    revision: options.Revision = None,
+    device: options.Device = "auto",
+    dtype: options.DType = "auto",
+    attn_implementation: options.AttnImplementation = None,
+    offline: options.Offline = False,
+    seed: options.Seed = 0,
+    overwrite: options.Overwrite = False,
+    quiet: options.Quiet = False,
+    json: options.Json = False,
+) -> None:
+    """Do methods tell what the model uses?
+
+    Weights, contributions and attributions side by side on the same tokens: a verdict on each, against what replacing
+    tokens and removing edges does to the answer; how far the methods agree; how faithful their rankings are. With
+    RUN_DIR it reads a run of `attndiag run`. With -o it keeps everything and writes one page.
+
+    Exit status: 0 fine; 1 some prompts failed or a self-check blocked verdicts; 2 misuse.
+
+    \b
+    Examples:
+      attndiag compare "When Mary and John went to the store, John gave a drink to" --target " Mary" --foil " John"
+      attndiag compare --prompts my.jsonl --methods weight,contribution --primary weight,contribution -o out
+      attndiag compare --id ioi-1 --replacements sampled:draws=8 --replacements pair --edges none
+      attndiag compare out --csv --table faithfulness
+    """
+    if json and csv:
+        raise typer.BadParameter("--json and --csv both want standard output; give one of them")
+    if what is not None and Path(what).is_dir():
+        made = (prompts, prompt_id, target, foil, methods, replacements, metrics, own, primary, limit)
+        if any(given is not None for given in made) or overwrite:
+            raise typer.BadParameter(f"{what} is a run that is there; options about making one do not go with it")
+        from attndiag.runs.compared_run import read_compared_run
+
+        run, n_skipped = read_compared_run(what), 0
+    else:
+        example = 'attndiag compare "The capital of France is"'
+        batch, n_skipped = choose_prompts(
+            what, prompts, prompt_id, example=example, target=target, foil=foil, limit=limit, skip_bad=skip_bad,
+            quiet=quiet,
+        )  # fmt: skip
+        # cheap things first: a wrong plan or score file should not wait for the model
+        plan = _plan(methods, replacements, metrics, primary, edges, seed, own=own is not None)
+        given = _own(own, batch)
+        if output is not None:
+            from attndiag.runs.folder import RunFolder
+
+            RunFolder.require_place(output)
+        loading = {
+            "revision": revision,
+            "device": device,
+            "dtype": dtype,
+            "attn_implementation": attn_implementation,
+            # None follows the environment; the flag only ever forbids
+            "offline": True if offline else None,
+        }
+        run = _measure(model, loading, batch, plan, given, output, n_skipped, overwrite=overwrite, quiet=quiet)
+    page = _page(run, output, quiet)
+    if json:
+        data_json(_facts(run, page, n_skipped))
+    elif csv:
+        data(_table(run, table).to_csv(index=False, lineterminator="\n").rstrip("\n"))
+    else:
+        from attndiag.commands.compared_text import text_of
+
+        for line in text_of(run):
+            data(line)
+        if page is not None:
+            data(f"page: {page}")
+    _say_what_is_missing(run, quiet)
+    raise typer.Exit(FINE if run.passed and not n_skipped else SOME_FAILED)
+
+
+def _names(values: list[str] | None) -> tuple[str, ...] | None:
+    """Names given with commas, with the option again, or both; `none` is the empty list."""
+    if values is None:
+        return None
+    found = tuple(name.strip() for value in values for name in value.split(",") if name.strip())
+    return () if found == ("none",) else found
+
+
+def _plan(
+    methods: list[str] | None,
+    replacements: list[str] | None,
+    metrics: list[str] | None,
+    primary: str | None,
+    edges: EdgeChoice,
+    seed: int,
+    *,
+    own: bool,
+) -> RunPlan:
+    from attndiag.errors import AttnDiagError
+    from attndiag.runs.plan import make_plan
+
+    pair = _names([primary]) if primary is not None else None
+    if pair is not None and len(pair) != 2:
+        raise typer.BadParameter(f"--primary {primary!r} names {len(pair)} methods; expected two, with a comma")
+    swaps = None if replacements is None else () if replacements == ["none"] else tuple(replacements)
+    try:
+        plan = make_plan(
+            _names(methods),
+            replacements=swaps,
+            metrics=_names(metrics),
+            edges=None if edges is EdgeChoice.none else edges.value,
+            primary=None if pair is None else (pair[0], pair[1]),
+            heads=False,
+            seed=seed,
+        )
+    except AttnDiagError:
+        raise
+    except (ValueError, TypeError) as error:
+        # of our own checks: what was asked for cannot be run
+        raise typer.BadParameter(" ".join(str(error).split())) from error
+    known = {*plan.compared.methods, *(f"replacement[{one.label}]" for one in plan.compared.replacements)}
+    unknown = sorted(set(pair or ()) - known)
+    # own scores have names of their own, which are known once their file is read
+    if unknown and not own:
+        raise typer.BadParameter(f"--primary names {', '.join(unknown)}; compared are {', '.join(sorted(known))}")
+    return plan
+
+
+def _own(path: Path | None, batch: Sequence[Prompt]) -> dict[str, list[Any]]:
+    if path is None:
+        return {}
+    from attndiag.commands.own_scores import read_own_scores
+
+    return read_own_scores(path, batch)
+
+
+def _measure(
+    model: str,
+    loading: dict[str, Any],
+    batch: list[Prompt],
+    plan: RunPlan,
+    own: dict[str, list[Any]],
+    output: Path | None,
+    n_skipped: int,
+    *,
+    overwrite: bool,
+    quiet: bool,
+) -> ComparedRun:
+    from attndiag.models.load import load
+    from attndiag.runs.comparing import run
+
+    with progress_bar(quiet=quiet) as bar:
+        lm = load(model, progress=bar, **loading)
+    remark(f"{len(batch)} prompts on {lm.info.name} ({lm.info.architecture}, {lm.info.device})", quiet=quiet)
+    try:
+        with progress_bar(quiet=quiet) as bar:
+            return run(
+                lm,
+                batch,
+                plan=plan,
+                own=own,
+                output=output,
+                overwrite=overwrite,
+                about={"n_skipped": n_skipped},
+                progress=bar,
+                remark=lambda text: remark(text, quiet=quiet),
+            )
+    except KeyboardInterrupt as error:
+        kept = f"what is done is kept in {output}; the same call goes on from there" if output else "nothing was kept"
+        remark(f"interrupted: {kept}")
+        raise typer.Exit(INTERRUPTED) from error
+
+
+def _page(run: ComparedRun, output: Path | None, quiet: bool) -> Path | None:
+    if output is None:
+        return None
+    from attndiag.reports.compared_report import render_comparison, write_page
+
+    with progress_bar(quiet=quiet) as bar:
+        if run.folder is not None and run.folder.resolve() == output.resolve():
+            return render_comparison(output, progress=bar).page
+        # the page of a run that lies elsewhere
+        return write_page(run, output).page
+
+
+def _table(run: ComparedRun, name: TableName) -> pd.DataFrame:
+    import pandas as pd
+
+    if name is TableName.edges:
+        frames = [] if run.edges is None else [run.edges.edges(one).assign(method=one) for one in run.edges.judged]
+        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=["prompt", "method"])
+    if name is TableName.heads:
+        return run.heads if run.heads is not None else pd.DataFrame(columns=["layer", "head"])
+    return getattr(run.comparison, name.value)
+
+
+def _facts(run: ComparedRun, page: Path | None, n_skipped: int) -> dict[str, Any]:
+    from attndiag.reports import compared_tables as tables
+    from attndiag.reports import compared_words as words
+
+    comparison, edges = run.comparison, run.edges
+    return {
+        "run": run.facts["run"],
+        "folder": None if run.folder is None else str(run.folder),
+        "page": None if page is None else str(page),
+        "headline": words.headline(comparison, edges).replace("\u00a0", " "),
+        "prompts": run.facts["n_prompts"],
+        "failed": run.facts["n_failed"],
+        "skipped": n_skipped,
+        "blocked": run.blocked,
+        "passed": run.passed,
+        "tokens": tables.method_rows(comparison),
+        "edges": tables.edge_rows(edges),
+        "agreement": tables.agreement_rows(comparison),
+        "faithfulness": [
+            {"metric": metric, **{name: value for name, value in row.items() if name != "range"}}
+            for metric, rows in tables.faithfulness_rows(comparison)
+            for row in rows
+        ],
+        "problems": comparison.problems.to_dict("records"),
+    }
+
+
+def _say_what_is_missing(run: ComparedRun, quiet: bool) -> None:
+    problems = run.comparison.problems.to_dict("records")
+    for row in problems[:5]:
+        about = f", {row['method']}" if row["method"] else ""
+        remark(f"prompt {row['prompt']}{about}: {row['reason']}", quiet=quiet)
+    if len(problems) > 5:
+        remark(f"and {len(problems) - 5} more; the table of problems lists them", quiet=quiet)
+    if run.blocked:
+        bad = run.checks[~run.checks["passed"].astype(bool)].groupby("check").size()
+        told = ", ".join(f"{name} on {count} prompts" for name, count in bad.items())
+        remark(f"failed self-checks blocked verdicts: {told}", quiet=quiet)
