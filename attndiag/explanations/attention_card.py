@@ -327,9 +327,15 @@ def _cache_bytes(output: Any) -> tuple[int | None, int]:
         if isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.ndim == 4 and keys.numel():
             growing += sum(t.numel() * t.element_size() // (t.shape[0] * t.shape[2]) for t in (keys, values))
         else:
-            states = [value for value in vars(part).values() if isinstance(value, Tensor) and value.ndim > 1]
+            states = [value for value in _tensors(part) if value.ndim > 1]
             fixed += sum(t.numel() * t.element_size() // t.shape[0] for t in states if t.shape[0])
     return growing, fixed
+
+
+def _tensors(part: Any) -> list[Tensor]:
+    """Tensors of one layer of a cache; recurrent layers keep theirs in dictionaries."""
+    held = [each for value in vars(part).values() for each in (value.values() if isinstance(value, dict) else [value])]
+    return [value for value in held if isinstance(value, Tensor)]
 
 
 def _cache_parts(cache: Any) -> list[Any]:
