@@ -199,12 +199,14 @@ def read_result(path: Path, key: str) -> Any:
 
     try:
         table = pq.read_table(path, partitioning=None)
-    except (OSError, pa.ArrowException) as error:
-        raise BrokenResultError(f"{path} is damaged or cannot be read: {str(error).splitlines()[0]}") from error
-    told = {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()}
-    if told.get("format") != FORMAT or table.column_names != ["name", "dtype", "shape", "data"]:
+        told = {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()}
+        columns, rows = table.column_names, table.to_pylist()
+    except (OSError, pa.ArrowException, ValueError, MemoryError) as error:
+        # a changed byte can turn up anywhere: in a name, a length, a page
+        told_by = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BrokenResultError(f"{path} is damaged or cannot be read: {told_by}") from error
+    if told.get("format") != FORMAT or columns != ["name", "dtype", "shape", "data"]:
         raise BrokenResultError(f"{path} is not a result of a run, or one of another version")
-    rows = table.to_pylist()
     if told.get("sha256") != _checksum(told.get("key", ""), rows):
         raise BrokenResultError(f"{path} was changed after it was written: its checksum is not that of its content")
     if told["key"] != key:
