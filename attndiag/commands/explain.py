@@ -232,7 +232,7 @@ def _frame(scores: Scores) -> pd.DataFrame:
         places = zip(*(frame[axis] for axis in scores.axes), strict=True)
         frame["exact"] = [exact.get((layers[layer], *place), float("nan")) for layer, *place in places]
     if len(scores.axes) == 1:
-        for name in ("se", "flip_share", "ood", "admissible"):
+        for name in ("se", "distinct", "flip_share", "ood", "admissible"):
             values = scores.checks.get(name)
             if values is not None and len(values) == len(frame):
                 frame[name] = values.tolist()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attndiag.errors import UnsupportedModelError
+from attndiag.errors import NotApplicableError, UnsupportedModelError
 from attndiag.explanations.contributions import Backend, CertificateKind, Kind, Norm, contributions
 from attndiag.hooks.capture_context import capture
 from attndiag.hooks.record import AttentionCall
@@ -53,8 +53,14 @@ def model_contributions(
     ------
     UnsupportedModelError : the layers differ in shape (encoder-decoders, models that pool), or a layer calls its
         attention twice; take `attndiag.capture` and `attndiag.contributions` for those.
+    NotApplicableError : `target_attribution`, which needs a target; `attndiag.explain` serves it.
     Others as in `attndiag.capture` and `attndiag.contributions`.
     """
+    if kind == "target_attribution":
+        raise NotApplicableError(
+            "target_attribution is about a target, which gives each prompt a direction and a position of its own; use "
+            "attndiag.explain(lm, prompt, target, method='target_attribution')"
+        )
     encoded = lm.encode(prompts)
     done: list[tuple[int | None, Scores]] = []
 

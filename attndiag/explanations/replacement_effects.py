@@ -56,7 +56,8 @@ def replacement_effects(
     -------
     One `Scores` a prompt over `position`, `word` or `span`, signed, unit of m; nan where nothing could be replaced,
     with the reason in `checks["reasons"]`. Checks, per item: `se` (Monte-Carlo; 0 where there is but one replacement),
-    `flip_share`, `ood`; besides `draw_effects` [item, draw], `positions`, `m`, `admissible`, `prefix`, `rows_run`.
+    `flip_share`, `ood`, `distinct` (different variants among the draws; a standard error from few of them says little,
+    and 1 says nothing); besides `draw_effects` [item, draw], `positions`, `m`, `admissible`, `prefix`, `rows_run`.
 
     Raises
     ------
@@ -151,6 +152,7 @@ def _record(
         "se": error,
         "flip_share": flips,
         "ood": ood,
+        "distinct": _distinct(drawn, count),
         "draw_effects": each,
         "m": float(clean[0]) if len(clean) else torch.nan,
         "positions": [item.positions for item in items],
@@ -179,6 +181,14 @@ def _record(
         },
         checks=checks,
     )
+
+
+def _distinct(drawn: Drawn, count: int) -> Tensor:
+    """[item]: how many different variants an item has; 0 where it has none."""
+    found = torch.zeros(count, dtype=torch.int64)
+    owner = drawn.owner.to(drawn.variants.ids.device)
+    whose = torch.unique(torch.cat([owner[:, None], drawn.variants.key], dim=1), dim=0)[:, 0]
+    return found.index_add_(0, whose.cpu(), torch.ones(len(whose), dtype=torch.int64))
 
 
 def _by_item(values: Tensor, drawn: Drawn, count: int, draws: int) -> Tensor:

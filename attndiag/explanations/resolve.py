@@ -115,7 +115,7 @@ def _answer_and_foil(
             raise TargetError(f"a foil {target.foil!r} without an answer; give the answer too")
         return None, None
     side = encoded if encoded.decoder is None else encoded.decoder
-    before = "" if target.kind == "masked_token_logit" or _is_masked_lm(lm) else side.texts[row]
+    before = "" if target.kind == "masked_token_logit" or is_masked_lm(lm) else side.texts[row]
     answer = _text_ids(lm, target.answer, before, prompt)
     if target.foil is None:
         return answer[0], None
@@ -175,7 +175,8 @@ def _shown(lm: LoadedModel, ids: Sequence[int]) -> str:
     return " + ".join(f"{lm.tokenizer.decode([index])!r} ({index})" for index in ids)
 
 
-def _is_masked_lm(lm: LoadedModel) -> bool:
+def is_masked_lm(lm: LoadedModel) -> bool:
+    """True where the model fills in mask tokens: its logits at a position are about that position itself."""
     if getattr(lm.config, "is_encoder_decoder", False):
         return False
     return type(lm.model).__name__ in set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
@@ -183,7 +184,7 @@ def _is_masked_lm(lm: LoadedModel) -> bool:
 
 def _positions(lm: LoadedModel, batch: Sequence[Prompt], encoded: Encoded, kind: TargetKind) -> Tensor:
     """[batch]: the last token (of the decoder); in masked language models the mask token."""
-    masked = _is_masked_lm(lm)
+    masked = is_masked_lm(lm)
     if kind == "masked_token_logit" and not masked:
         raise TargetError(
             f"{lm.info.architecture} is no masked language model, so it has no mask token to read; use Target.logit"
@@ -266,7 +267,7 @@ def _resolve_cosine(lm: LoadedModel, targets: Sequence[Target], encoded: Encoded
 def _resolve_continuation(
     lm: LoadedModel, batch: list[Prompt], targets: Sequence[Target], padding_side: PaddingSide | None
 ) -> ResolvedTarget:
-    if _is_masked_lm(lm):
+    if is_masked_lm(lm):
         raise TargetError(f"{lm.info.architecture} reads both ways and scores no continuation; use masked_token_logit")
     texts = []
     for prompt, each in zip(batch, targets, strict=True):

@@ -19,7 +19,7 @@ from attndiag.explanations.baselines import pair_ids, single_token
 from attndiag.explanations.forwarding import NO_SEQUENCE_LOGITS, embedding_modules, mean_embedding
 from attndiag.explanations.replacement import Replacement
 from attndiag.explanations.replacement_items import Item
-from attndiag.explanations.resolve import _is_masked_lm as is_masked_lm
+from attndiag.explanations.resolve import is_masked_lm
 from attndiag.explanations.resolved import ResolvedTarget, logits_of
 from attndiag.explanations.variant_scoring import Variants
 from attndiag.models.access import pad_id

@@ -55,6 +55,13 @@ class Variants:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def key(self) -> Tensor:
+        """[variant, ...] whole numbers: equal rows are the same variant."""
+        key = torch.cat([self.ids, self.mask, self.blank.long()], dim=1)
+        # taking out either of two equal neighbours leaves the same text, but other tokens were touched
+        return torch.cat([key, self.touched.long()], dim=1) if bool(self.removed.any()) else key
+
     def take(self, rows: Tensor) -> Variants:
         """Some of the variants."""
         return replace(self, **{name: getattr(self, name)[rows] for name in _ROWS})
@@ -143,10 +150,7 @@ class VariantScorer:
             flips=torch.zeros(count, dtype=torch.float64),
             ood=torch.zeros(count, dtype=torch.float64),
         )
-        key = torch.cat([variants.ids, variants.mask, variants.blank.long()], dim=1)
-        if bool(variants.removed.any()):
-            # taking out either of two equal neighbours leaves the same text, but other tokens were touched
-            key = torch.cat([key, variants.touched.long()], dim=1)
+        key = variants.key
         distinct, place = torch.unique(key, dim=0, return_inverse=True)
         first_of = torch.full((len(distinct),), count, dtype=torch.int64, device=key.device)
         first_of = first_of.scatter_reduce(0, place, torch.arange(count, device=key.device), "amin")

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attndiag.errors import UnsupportedModelError
+from attndiag.errors import ShapeError, UnsupportedModelError
 from attndiag.hooks.capture_context import capture
 from attndiag.hooks.edit_kinds import Site, Stream
 from attndiag.hooks.record import AttentionCall
@@ -50,8 +50,19 @@ def layers_with(model: nn.Module, site: Site, stream: Stream) -> dict[int, Block
 
 @contextmanager
 def recording(model: nn.Module, site: Site, layers: Collection[int], stream: Stream = "self") -> Iterator[Activations]:
-    """Keep the activations of `site` at some layers of every forward within the block (the last one counts)."""
+    """Keep the activations of `site` at some layers of every forward within the block (the last one counts).
+
+    Raises
+    ------
+    ShapeError : a layer that has no such site. UnsupportedModelError : no layer has.
+    """
     there = layers_with(model, site, stream)
+    missing = [layer for layer in layers if layer not in there]
+    if missing:
+        raise ShapeError(
+            f"layer {missing[0]} has no {site} ({stream}); {type(model).__name__} has it at layers "
+            f"{', '.join(map(str, there))}"
+        )
     kept = Activations()
     with ExitStack() as stack:
         if site == "head_out":

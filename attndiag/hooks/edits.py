@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from attndiag.errors import UnsupportedModelError, UnverifiedCaptureError
 from attndiag.hooks.edit_kinds import AttentionOff, Edit, Patch, acts_on_heads, edited_heads, fitted
 from attndiag.hooks.edit_log import Applied, EditLog
+from attndiag.hooks.gates import ReplaceZ, over_new_keys
 from attndiag.hooks.live import LiveCall, TokenFrame
 from attndiag.hooks.pausing import are_edits_paused, edits_paused
 from attndiag.hooks.recorder import as_heads
@@ -32,6 +33,7 @@ from attndiag.hooks.routed import RoutedArguments, listening, listening_apart
 from attndiag.hooks.sites import BlockSites, site_of, without_hooks
 from attndiag.hooks.structure import bound_arguments, first_tensor, head_count, modules_to_trace
 from attndiag.hooks.traced import TracedSoftmax, watching_softmax
+from attndiag.models.access import evaluating
 from attndiag.models.load import LoadedModel
 from attndiag.models.projections import is_linear_like
 
@@ -91,6 +93,7 @@ class _Unproved:
     """Edited head outputs on their way to the output projection."""
 
     module_name: str
+    before: Tensor
     z: Tensor
     edits: list[Edit]
 
@@ -237,14 +240,36 @@ class _Session:
         returned = first_tensor(output)
         if not mine or returned is None or self._silent() or any(_carries(returned, each.z) for each in mine):
             return
-        given = {key: value for key, value in self._arguments[name].items() if key not in CACHE_ARGUMENTS}
-        with without_hooks(module), listening_apart(), edits_paused(), torch.no_grad():
-            unedited = first_tensor(module(**given))
-        if unedited is None or torch.equal(unedited, returned):
+        clean, edited = (self._output_under(module, name, z) for z in (mine[0].before, mine[0].z))
+        if clean is None or edited is None or torch.equal(clean, edited):
             raise UnsupportedModelError(
                 f"{name}: the model did not use the edited head outputs, so {type(mine[0].edits[0]).__name__} had no "
                 "effect to measure; edit attn_out or the residual stream instead"
             )
+
+    def _output_under(self, module: nn.Module, name: str, z: Tensor) -> Tensor | None:
+        """What the module returns for head outputs `z`, run once more without its cache; None if it reads none.
+
+        A cache would grow at each run; z is replaced, so it makes no difference that cached keys are missing.
+        """
+        given = {key: value for key, value in self._arguments[name].items() if key not in CACHE_ARGUMENTS}
+        for key in [key for key in given if "mask" in key]:
+            given[key] = over_new_keys(given[key], z.shape[1])
+        listener = ReplaceZ(module, z.detach())
+
+        def replaced(_seen: TracedSoftmax) -> Tensor:
+            listener.calls += 1
+            return z.detach()
+
+        with ExitStack() as stack:
+            for context in (without_hooks(module), evaluating(module), listening_apart(), edits_paused()):
+                stack.enter_context(context)
+            stack.enter_context(listening(listener))
+            stack.enter_context(torch.no_grad())
+            if name in modules_to_trace(dict(self._model.named_modules())):
+                stack.enter_context(watching_softmax(replaced, head_count(module)))
+            output = first_tensor(module(**given))
+        return output if listener.calls == 1 else None
 
     # ---------------------------------------------------------------------------------------------------- head edits
     def on_routed(self, arguments: RoutedArguments, output: Any) -> Any:
@@ -284,7 +309,7 @@ class _Session:
         edited, touched = edited_heads(call, edits)
         self._note(name, z, edited, edits, touched)
         if not torch.equal(edited, z) and getattr(source, "output_weight", None) is None:
-            self._unproved.append(_Unproved(name, edited.detach(), edits))
+            self._unproved.append(_Unproved(name, z.detach(), edited.detach(), edits))
         return edited
 
     def _note(self, name: str, before: Tensor, after: Tensor, edits: list[Edit], touched: list[Tensor]) -> None:

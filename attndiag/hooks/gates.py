@@ -24,7 +24,7 @@ _NOT_A_GATE = (
 )
 
 
-class _ReplaceZ:
+class ReplaceZ:
     """Listener that hands the module other head outputs than those it computed."""
 
     def __init__(self, module: nn.Module, z: Tensor) -> None:
@@ -55,7 +55,7 @@ def find_output_gate(
     # a cache would grow at each run; z is replaced, so it makes no difference that cached keys are missing
     arguments = {name: value for name, value in arguments.items() if name not in _CACHES}
     for name in [name for name in arguments if "mask" in name]:
-        arguments[name] = _over_new_keys(arguments[name], z.shape[1])
+        arguments[name] = over_new_keys(arguments[name], z.shape[1])
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(z.shape, generator=generator).to(device=z.device, dtype=z.dtype)
     gate = _input_under(module, projection, torch.ones_like(z), arguments)
@@ -74,7 +74,7 @@ def find_output_gate(
     return gate, ""
 
 
-def _over_new_keys(mask: Any, n_queries: int) -> Any:
+def over_new_keys(mask: Any, n_queries: int) -> Any:
     """A mask without its columns for cached keys."""
     longer = isinstance(mask, Tensor) and mask.ndim >= 2 and mask.shape[-1] > n_queries
     return mask[..., -n_queries:] if longer else mask
@@ -83,7 +83,7 @@ def _over_new_keys(mask: Any, n_queries: int) -> Any:
 def _input_under(module: nn.Module, projection: nn.Module, z: Tensor, arguments: dict[str, Any]) -> Tensor | None:
     """Input of the projection under head outputs `z`; None unless the module makes exactly one attention call."""
     seen: list[Tensor] = []
-    listener = _ReplaceZ(module, z.detach())
+    listener = ReplaceZ(module, z.detach())
     with without_hooks(module), edits_paused(), listening_apart(), listening(listener), torch.no_grad():
         # put among the hooks of the trial alone, and gone with them
         projection.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))

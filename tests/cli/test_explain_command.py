@@ -44,7 +44,8 @@ def test_a_prompt_gives_a_table(folder: Path) -> None:
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert lines[0].startswith("# replacement, in logits, signed, replacement=uniform(draws=2, seed=0), m=")
-    assert lines[1].split() == ["position", "position_label", "value", "se", "flip_share", "ood", "admissible"]
+    columns = ["position", "position_label", "value", "se", "distinct", "flip_share", "ood", "admissible"]
+    assert lines[1].split() == columns
     assert len(lines) == 8
 
 

@@ -200,6 +200,11 @@ def test_equal_draws_are_scored_once(llama_lm: LoadedModel) -> None:
         llama_lm.model.lm_head.weight[50] = 1e3 * torch.randn(32)
     found = replacement_effects(llama_lm, TEXT, Target.logit_diff("w50", "w20"), replacement="uniform:draws=200")[0]
     assert found.checks["rows_run"] <= 6 * 59
+    distinct = found.checks["distinct"]
+    assert int(distinct.sum()) == found.checks["rows_run"]
+    assert int(distinct.max()) <= 59  # words of the vocabulary without the original
+    few = replacement_effects(llama_lm, "<bos> w8 w9", TARGET, replacement="token: w8")[0]
+    assert few.checks["distinct"].tolist() == [0, 1, 1]
 
 
 def test_words_and_spans_are_replaced_whole(lm: LoadedModel) -> None:

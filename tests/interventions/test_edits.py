@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 import attndiag as ad
 from attndiag.errors import ShapeError, UnsupportedModelError
+from attndiag.hooks.activations import recording
 from attndiag.hooks.sites import site_of
 
 COMMON = {
@@ -435,6 +436,38 @@ def test_what_stands_between_heads_and_projection_does_not_hide_an_edit():
     off = pytest.raises(UnsupportedModelError, match="has no output projection to edit")
     with off, ad.edit(model, ad.AttentionOff(1)):
         model(**given)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("bitnet", GQA),
+        ("qwen3_next", GQA | {"layer_types": ["full_attention"] * 2, "num_experts": 4, "num_experts_per_tok": 2,
+                              "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_gates_and_norms_prove_an_edit_behind_a_cache_of_several_tokens(family, settings, implementation):
+    model = build((family, family, settings, AutoModelForCausalLM, implementation, "self"))
+    ids = inputs_of(model)["input_ids"]
+    with torch.no_grad():
+        with ad.edit(model, ad.Knockout(1, 1, -1, 3)):
+            whole = model(ids, use_cache=False).logits[:, -1]
+        cache = model(ids[:, :5], use_cache=True).past_key_values
+        with ad.edit(model, ad.Knockout(1, 1, -1, 3)) as log:
+            later = model(ids[:, 5:], past_key_values=cache).logits[:, -1]
+        clean = model(ids, use_cache=False).logits[:, -1]
+    torch.testing.assert_close(later, whole, rtol=1e-4, atol=1e-4)
+    assert float((whole - clean).abs().max()) > 1e-3
+    assert log.applied[0].entries == 2
+
+
+def test_activations_of_layers_that_are_not_there(tiny_llama):
+    missing = pytest.raises(
+        ShapeError, match=r"layer 7 has no mlp_out \(self\); LlamaForCausalLM has it at layers 0, 1"
+    )
+    with missing, recording(tiny_llama, "mlp_out", [0, 7]):
+        pass
 
 
 def test_shared_blocks_are_refused():

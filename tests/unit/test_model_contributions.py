@@ -7,7 +7,7 @@ import torch
 
 import attndiag
 from attndiag import model_contributions
-from attndiag.errors import UnsupportedModelError
+from attndiag.errors import NotApplicableError, UnsupportedModelError
 from attndiag.models import known
 
 
@@ -42,6 +42,11 @@ def test_tokens_label_the_positions_and_layers_can_be_chosen(lm):
     assert len(scores.labels["key_pos"]) == scores.values.shape[-1]
     frame = scores.to_frame()
     assert {"layer_label", "key_pos_label"} <= set(frame.columns)
+
+
+def test_a_kind_about_a_target_is_referred_to_the_method_that_has_one(lm):
+    with pytest.raises(NotApplicableError, match=r"use attndiag\.explain\(lm, .*method='target_attribution'\)"):
+        model_contributions(lm, "w5 w9", "target_attribution")
 
 
 def test_encoder_decoders_do_not_stack():
