@@ -31,4 +31,13 @@ FORMULAS = {
     "projection": "⟨T_ij, o_i⟩ / ‖o_i‖",
     "alti": "max(0, ‖y_i‖₁ - ‖y_i - T'_ij‖₁), each row divided by its sum",
     "alti_l2": "the same with ‖·‖₂",
+    "value_zeroing": "1 - cos(y_i, y_i with v_j = 0), each row divided by its sum",
+    "target_attribution": "⟨A_tj f_j, u⟩, u = L_f^T (W_U[answer] - W_U[foil])",
+    "value_zeroing_effect": "m(clean) - m(v_t = 0 in every head)",
+    "mean_value_effect": "m(clean) - m(v_t = mean of v in every head)",
+    "induction": "mean of A_tj over the heads with a high prefix-matching score",
+    "head_ablation": "m(clean) - m(z of all heads of the set replaced)",
+    "attention_off": "m(clean) - m(o_i = 0 in the layer)",
+    "activation_patching": "noise: m(clean) - m(clean with a of the corrupted run); denoise: the other way round",
+    "attribution_patching": "⟨a_clean - a_corrupted, ∂m/∂a⟩",
 }

@@ -68,6 +68,9 @@ SCOPES = {
     "edge": "A number for each layer, head, query and key",
     "head": "A number for each head",
     "row": "A number for each layer and query",
+    "layer": "A number for each layer",
+    "activation": "A number for each activation",
+    "prompt": "A number for a prompt",
 }
 
 
@@ -77,6 +80,8 @@ def methods_page() -> str:
 
     if set(CATALOG) != set(FORMULAS):
         raise PluginError(f"scripts/docsite/formulas.py and CATALOG differ in {sorted(set(CATALOG) ^ set(FORMULAS))}")
+    if strange := {entry.scope for entry in CATALOG.values()} - set(SCOPES):
+        raise PluginError(f"SCOPES in {Path(__file__).name} says nothing of {sorted(strange)}")
     lines = [
         "# Methods",
         "",
@@ -85,9 +90,8 @@ def methods_page() -> str:
         "target, e an embedding; the other letters are in [Words](words.md). Costs are for one prompt.",
         "",
         "A non-negative number says how large something is, never for or against what. A signed one is about the",
-        "target and positive where the thing helped it. `replacement`, `occlusion`, `edge_effect`, `head_effect`,",
-        "`frozen_pattern` and `temperature_sweep` are differences between two runs; the others are read off one run,",
-        "fitted to many, or estimated.",
+        "target and positive where the thing helped it. Formulas of the form m(..) - m(..) are differences between two",
+        "runs of the model; the other numbers are read off one run, fitted to many, or estimated.",
         "",
     ]
     for scope, title in SCOPES.items():
