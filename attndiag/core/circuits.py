@@ -150,6 +150,7 @@ def composition_score(
     w_o: OutputWeights,
     *,
     reads_other_side: Tensor,
+    chance: tuple[float, float] | None = None,
     draws: int = 100,
     seed: int = 0,
 ) -> Composition:
@@ -161,10 +162,11 @@ def composition_score(
 
     Parameters
     ----------
-    reads : R, [later_head, d_model, d_head], norm folded in, key/value heads expanded.
+    reads : R, [later_head or later_kv_head, d_model, d_head], norm folded in.
     w_v : [earlier_kv_head, d_model, d_head] of the earlier heads, norm folded in.
     w_o : [earlier_head, d_head, d_model] of the earlier heads.
     reads_other_side : S, [later_head, d_head, d_model].
+    chance : (baseline, spread) from `composition_chance`, where they are known for these shapes already.
     draws, seed : how many random pairs make the baseline.
 
     Returns
@@ -176,24 +178,60 @@ def composition_score(
     Of the weights at relative position 0: a rotary embedding turns W_Q against W_K by an angle that depends on the
     offset, which this leaves out. Elhage 2021 (A Mathematical Framework for Transformer Circuits).
     """
+    ratio = composition_ratio(writing_side(w_v, w_o), reading_side(reads, reads_other_side))
+    baseline, spread = chance or composition_chance(w_v, w_o, reads, reads_other_side, draws=draws, seed=seed)
+    return Composition(
+        defined(ratio - baseline, ratio.isfinite(), "the composition score", "one of the two circuits is zero"),
+        baseline,
+        spread,
+    )
+
+
+def writing_side(w_v: Tensor, w_o: OutputWeights) -> Tensor:
+    """A, [head, d_head, d_model], with A^T A = (W_V W_O)^T W_V W_O: what a head can write; zeros where that is ~0."""
+    v, o = _head_weights(w_v, w_o)
+    return _or_zero(torch.linalg.qr(v).R @ o, _norm(v) * _norm(o))
+
+
+def reading_side(reads: Tensor, reads_other_side: Tensor) -> Tensor:
+    """B, [head, d_model, d_head], with B B^T = R S (R S)^T: what a head can read; zeros where that is ~0.
+
+    `reads` may have fewer (key/value) heads than the other side; they are expanded.
+    """
     check_rank("reads", reads, "head d_model d_head")
     check_rank("reads_other_side", reads_other_side, "head d_head d_model")
-    v, o = _head_weights(w_v, w_o)
-    r, s = reads.double(), reads_other_side.double()
-    ratio = _composition_ratio(v, o, r, s)
+    s = reads_other_side.double()
+    r = expand_kv_heads(reads[None], s.shape[0])[0].double()
+    check_same_size("d_head of reads", r.shape[2], "d_head of reads_other_side", s.shape[1])
+    return _or_zero(r @ torch.linalg.qr(s.transpose(-1, -2)).R.transpose(-1, -2), _norm(r) * _norm(s))
+
+
+def composition_ratio(writes: Tensor, reads: Tensor) -> Tensor:
+    """‖A B‖_F / (‖A‖_F ‖B‖_F) for every pair, [reading head, writing head], in [0, 1]; nan where a side is zero.
+
+    A and B from `writing_side` and `reading_side`: the same number as with the [d_model, d_model] products of whole
+    circuits, from products of d_head rows.
+    """
+    check_same_size("d_model of reads", reads.shape[1], "d_model of writes", writes.shape[2])
+    joint = torch.einsum("ecm,lmd->lecd", writes, reads)
+    return _norm(joint) / (_norm(reads)[:, None] * _norm(writes)[None, :])
+
+
+def composition_chance(
+    w_v: Tensor, w_o: Tensor, reads: Tensor, reads_other_side: Tensor, *, draws: int = 100, seed: int = 0
+) -> tuple[float, float]:
+    """Mean and standard deviation of the composition ratio of Gaussian matrices with the shapes of these heads'."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(1, *matrix.shape[1:]) for matrix in (v, o, r, s)]
-    chance = torch.stack(
+    shapes = [(1, *matrix.shape[1:]) for matrix in (w_v, w_o, reads, reads_other_side)]
+    ratios = torch.stack(
         [
-            _composition_ratio(*(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes))
-            for _ in range(draws)
+            composition_ratio(writing_side(v, o), reading_side(r, s))
+            for v, o, r, s in (
+                [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes] for _ in range(draws)
+            )
         ]
     )
-    baseline, spread = chance.mean().item(), chance.std().item()
-    some = ratio.isfinite()
-    return Composition(
-        defined(ratio - baseline, some, "the composition score", "one of the two circuits is zero"), baseline, spread
-    )
+    return ratios.mean().item(), ratios.std().item()
 
 
 def defined(values: Tensor, where: Tensor, what: str, why: str) -> Tensor:
@@ -206,19 +244,9 @@ def defined(values: Tensor, where: Tensor, what: str, why: str) -> Tensor:
     return torch.where(where, values, torch.nan)
 
 
-def _composition_ratio(v: Tensor, o: Tensor, r: Tensor, s: Tensor) -> Tensor:
-    # ‖V O R S‖² = tr((V^T V) (O R) (S S^T) (O R)^T): d_head x d_head matrices only
-    middle = torch.einsum("ecm,lmd->lecd", o, r)
-    left, right = v.transpose(-1, -2) @ v, s @ s.transpose(-1, -2)
-    joint = torch.einsum("eab,lebd,ldc,leac->le", left, middle, right, middle)
-    writes = _product_norm(left, o @ o.transpose(-1, -2))
-    looks = _product_norm(r.transpose(-1, -2) @ r, right)
-    return joint.clamp(min=0).sqrt() / (looks[:, None] * writes[None, :])
-
-
-def _product_norm(left_gram: Tensor, right_gram: Tensor) -> Tensor:
-    """‖V O‖_F from V^T V and O O^T."""
-    return torch.einsum("hab,hba->h", left_gram, right_gram).clamp(min=0).sqrt()
+def _or_zero(product: Tensor, scale: Tensor) -> Tensor:
+    """Zeros in place of a product that is rounding noise beside its factors."""
+    return torch.where((_norm(product) > NEGLIGIBLE * scale)[:, None, None], product, 0.0)
 
 
 def _norm(matrix: Tensor) -> Tensor:

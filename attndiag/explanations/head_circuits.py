@@ -31,7 +31,7 @@ Key = tuple[str, int, int | None]
 
 
 @dataclass(frozen=True, eq=False)
-class _Seen:
+class SeenMap:
     """One call of a linear map or norm: what it read and wrote, and its place in the order of events."""
 
     name: str
@@ -42,16 +42,17 @@ class _Seen:
 
     def linearised(self) -> LinearisedNorm:
         """A norm frozen at what it read."""
-        return linearise_norm(SeenNorm(self.name, self.module, self.input, self.order))
+        hidden = self.input.flatten(1, -2) if self.input.ndim > 3 else self.input  # a norm of each head's features
+        return linearise_norm(SeenNorm(self.name, self.module, hidden, self.order))
 
 
 @dataclass(eq=False)
-class _Forward:
+class SeenForward:
     """What one forward showed: its attention calls, and the linear maps and norms with what they read and wrote."""
 
     calls: list[AttentionCall] = field(default_factory=list)
-    linear: list[_Seen] = field(default_factory=list)
-    norms: list[_Seen] = field(default_factory=list)
+    linear: list[SeenMap] = field(default_factory=list)
+    norms: list[SeenMap] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +81,7 @@ def output_value_circuits(lm: LoadedModel, tokens: Tensor) -> dict[Key, Circuit 
     The direct path, as in `core.circuits.copying_score`: the embedding as the head's own norm reads it. What earlier
     layers add is not in it, so in deep layers the score is a property of the weights and little more.
     """
-    seen = _run(lm, tokens)
+    seen = watched_forward(lm, tokens)
     keys = [(call.module_name, call.call_index, call.layer) for call in seen.calls]
     try:
         w_ue = _embedding_circuit(lm, seen)
@@ -89,7 +90,7 @@ def output_value_circuits(lm: LoadedModel, tokens: Tensor) -> dict[Key, Circuit 
     found: dict[Key, Circuit | str] = {}
     for key, call in zip(keys, seen.calls, strict=True):
         try:
-            w_v, w_o = _value_weights(call, seen), _output_weights(call)
+            w_v, w_o = value_weights(call, seen), output_weights(call)
             if w_v.shape[1] != w_ue.shape[0]:
                 raise NotApplicableError(f"it reads {w_v.shape[1]} features and the embedding has {w_ue.shape[0]}")
             found[key] = Circuit(w_v, w_o, w_ue)
@@ -98,14 +99,14 @@ def output_value_circuits(lm: LoadedModel, tokens: Tensor) -> dict[Key, Circuit 
     return found
 
 
-def _run(lm: LoadedModel, tokens: Tensor) -> _Forward:
-    seen = _Forward()
+def watched_forward(lm: LoadedModel, tokens: Tensor) -> SeenForward:
+    seen = SeenForward()
 
-    def watch(name: str, kept: list[_Seen]) -> Any:
+    def watch(name: str, kept: list[SeenMap]) -> Any:
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
             if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
                 order = len(seen.linear) + len(seen.norms)
-                kept.append(_Seen(name, module, args[0].detach(), output.detach(), order))
+                kept.append(SeenMap(name, module, args[0].detach(), output.detach(), order))
 
         return hook
 
@@ -124,7 +125,7 @@ def _run(lm: LoadedModel, tokens: Tensor) -> _Forward:
     return seen
 
 
-def _embedding_circuit(lm: LoadedModel, seen: _Forward) -> Tensor:
+def _embedding_circuit(lm: LoadedModel, seen: SeenForward) -> Tensor:
     """W_U W_E with the final norm folded in."""
     unembedding = lm.model.get_output_embeddings() if hasattr(lm.model, "get_output_embeddings") else None
     embedding = input_embedding(lm.model)
@@ -134,12 +135,12 @@ def _embedding_circuit(lm: LoadedModel, seen: _Forward) -> Tensor:
     first, last = seen.calls[0].trace, seen.calls[-1].trace
     if read is None or first is None or last is None or last.output is None:
         raise NotApplicableError("the unembedding or the blocks were not seen in a forward")
-    if any(_same(norm.output, first.input) and not _inside(norm, first.name) for norm in seen.norms):
+    if any(same(norm.output, first.input) and not inside(norm, first.name) for norm in seen.norms):
         raise NotApplicableError("a norm follows the embedding, so the direct path is not linear in it")
-    norm = _norm_before(read, seen)
-    if not _same(read.input if norm is None else norm.input, last.output):
+    norm = norm_before(read, seen)
+    if not same(read.input if norm is None else norm.input, last.output):
         raise NotApplicableError("something other than one norm stands between the last block and the unembedding")
-    w_u = _matrix(read.module)
+    w_u = matrix_of(read.module)
     if norm is not None:
         linear = norm.linearised()
         w_u = fold_norm(w_u, linear.gain.to(w_u.dtype), centre=linear.centre)
@@ -150,26 +151,39 @@ def _embedding_circuit(lm: LoadedModel, seen: _Forward) -> Tensor:
     return embedding_circuit(w_u[:, :rows], w_e[:rows])
 
 
-def _value_weights(call: AttentionCall, seen: _Forward) -> Tensor:
+def value_weights(call: AttentionCall, seen: SeenForward) -> Tensor:
     """W_V, [kv_head, d_model, d_value], with the norm before it folded in."""
     v = call.v.detach()[0].transpose(0, 1).flatten(1)  # [position, kv_head * d_value]
     for item in seen.linear:
-        if not _inside(item, call.module_name):
+        if not inside(item, call.module_name):
             continue
-        columns = _columns_of(v, item.output, call.n_kv_heads)
+        columns = columns_of(v, item.output, call.n_kv_heads)
         if columns is None:
             continue
-        norm = _norm_before(item, seen)
-        if norm is None or call.site.place == "post":
-            raise NotApplicableError("no norm stands right before its W_V (a post-norm block): not the direct path")
-        linear = norm.linearised()
-        matrix = _matrix(item.module)[:, columns]
-        folded = fold_norm(matrix, linear.gain.to(matrix.dtype), centre=linear.centre)
+        folded = folded_weights(matrix_of(item.module)[:, columns], item, call, seen)
         return folded.unflatten(1, (call.n_kv_heads, -1)).transpose(0, 1)
     raise NotApplicableError("its values are no selection of a linear map's outputs, so W_V was not found")
 
 
-def _output_weights(call: AttentionCall) -> Tensor:
+def folded_weights(matrix: Tensor, item: SeenMap, call: AttentionCall, seen: SeenForward) -> Tensor:
+    """A matrix of a linear map as it reads the residual stream: the norm in front folded in, where there is one.
+
+    Raises
+    ------
+    NotApplicableError : it reads something else, or the norm in front belongs to the block before (post-norm).
+    """
+    if call.trace is not None and same(item.input, call.trace.input) and call.site.place != "post":
+        return matrix
+    norm = norm_before(item, seen)
+    if norm is None or call.site.place == "post":
+        raise NotApplicableError(f"no norm stands right before {item.name} (a post-norm block): not the direct path")
+    if inside(norm, call.module_name):
+        raise NotApplicableError(f"a norm stands between the residual stream and {item.name} (a low-rank chain)")
+    linear = norm.linearised()
+    return fold_norm(matrix, linear.gain.to(matrix.dtype), centre=linear.centre)
+
+
+def output_weights(call: AttentionCall) -> Tensor:
     """W_O, [head, d_value, d_model], with what the block does to the branch."""
     if call.output_gate is not None:
         raise NotApplicableError("an elementwise gate stands between the heads and W_O")
@@ -182,18 +196,18 @@ def _output_weights(call: AttentionCall) -> Tensor:
     return w_o * site.multiplier
 
 
-def _norm_before(reader: _Seen, seen: _Forward) -> _Seen | None:
+def norm_before(reader: SeenMap, seen: SeenForward) -> SeenMap | None:
     """The last norm before a linear map that wrote what the map reads."""
     return next(
-        (norm for norm in reversed(seen.norms) if norm.order < reader.order and _same(norm.output, reader.input)), None
+        (norm for norm in reversed(seen.norms) if norm.order < reader.order and same(norm.output, reader.input)), None
     )
 
 
-def _inside(item: _Seen, block: str) -> bool:
+def inside(item: SeenMap, block: str) -> bool:
     return item.name.startswith(f"{block}.")
 
 
-def _columns_of(v: Tensor, output: Tensor, kv_heads: int) -> list[int] | None:
+def columns_of(v: Tensor, output: Tensor, kv_heads: int) -> list[int] | None:
     """Columns of `output` that are v, head after head, each head's columns side by side at equal strides."""
     if output.ndim < 2 or output[..., 0].numel() != v.shape[0] or output.shape[-1] < v.shape[1]:
         return None
@@ -203,11 +217,18 @@ def _columns_of(v: Tensor, output: Tensor, kv_heads: int) -> list[int] | None:
     for index, column in enumerate(_bytes_of_columns(wide)):
         where.setdefault(column, []).append(index)
     starts: dict[int, int] = {}
+    tied: list[int] = []
     for index, column in enumerate(_bytes_of_columns(v)):
         head, offset = divmod(index, d_value)
-        if len(matches := where.get(column, [])) == 1:  # equal columns (dead ones) say nothing about their place
+        matches = where.get(column, [])
+        if len(matches) == 1:  # equal columns (dead ones) say nothing about their place
             starts.setdefault(head, matches[0] - offset)
-    for first, stride in _placements(starts, wide.shape[1], v.shape[1], kv_heads):
+        elif not index:
+            tied = matches
+    places = list(_placements(starts, wide.shape[1], v.shape[1], kv_heads))
+    # every column twice, as where W_Q and W_K pick the same features: each place of the first one is tried
+    places += [(first, stride) for first in tied[:64] for stride in dict.fromkeys((d_value, wide.shape[1] // kv_heads))]
+    for first, stride in places:
         columns = [first + head * stride + offset for head in range(kv_heads) for offset in range(d_value)]
         if min(columns) >= 0 and max(columns) < wide.shape[1] and torch.equal(wide[:, columns], v):
             return columns
@@ -234,7 +255,7 @@ def _bytes_of_columns(matrix: Tensor) -> list[bytes]:
     return [row.tobytes() for row in rows.view(torch.uint8).numpy()]
 
 
-def _matrix(module: nn.Module) -> Tensor:
+def matrix_of(module: nn.Module) -> Tensor:
     """[in, out] of a linear map in float64: its weight, or what it does to unit vectors."""
     if type(module) is nn.Linear:
         return module.weight.detach().T.double()
@@ -258,5 +279,5 @@ def _may_be_norm(module: nn.Module) -> bool:
     return bool(parameters and all(p.ndim == 1 for p in parameters)) or "norm" in type(module).__name__.lower()
 
 
-def _same(left: Tensor, right: Tensor) -> bool:
+def same(left: Tensor, right: Tensor) -> bool:
     return left.shape == right.shape and left.dtype == right.dtype and torch.equal(left, right)

@@ -27,6 +27,7 @@ from attndiag.hooks.record import AttentionCall
 
 Found = tuple[str, Tensor, dict[str, Tensor]]
 
+PAIRS = ("layer", "head", "earlier_layer", "earlier_head")
 MEASURES = {
     measure.name: measure
     for measure in (
@@ -44,6 +45,9 @@ MEASURES = {
         Measure("redundancy", "cosine", "redundancy", signed=True, axes=("layer", "head", "other_head")),
         Measure("largest_similarity", "cosine", "redundancy", signed=True),
         Measure("copying_score", "share", "copying", signed=True),
+        Measure("q_composition", "ratio", "composition", signed=True, axes=PAIRS),
+        Measure("k_composition", "ratio", "composition", signed=True, axes=PAIRS),
+        Measure("v_composition", "ratio", "composition", signed=True, axes=PAIRS),
         Measure("ablation_effect", "nats", "ablation", signed=True),
         Measure("mean_ablation_effect", "nats", "ablation", signed=True),
         Measure("ablation_effect_patterns_kept", "nats", "ablation", signed=True),
@@ -60,7 +64,7 @@ SHORT_NAMES = {
 }
 PROBES = tuple(dict.fromkeys(measure.probe for measure in MEASURES.values() if measure.probe != "ablation"))
 ON_TOKENS = ("induction", "duplicate")
-ON_WEIGHTS = ("copying",)
+ON_WEIGHTS = ("copying", "composition")
 
 
 def ranking_measure(name: str, probes: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ Each probe answers one question and says what it is read against:
 | `output` | plain text | `relative_output_norm` (dormant heads are near 0) |
 | `redundancy` | plain text | `redundancy` (head, other_head), `largest_similarity` |
 | `copying` | weights | `copying_score` of the direct path |
+| `composition` | weights | `q_composition`, `k_composition`, `v_composition` (head, earlier head) |
 
 Layers are handled one at a time while the model runs, so the patterns of one layer are in memory at most. Where a
 probe does not apply, the head is nan and the reason is in `not_measurable`: never a low score that looks measured.
@@ -41,6 +42,7 @@ from attndiag.explanations.head_ablation import (
     random_sets,
 )
 from attndiag.explanations.head_circuits import output_value_circuits
+from attndiag.explanations.head_composition import composition_scores, facts_of
 from attndiag.explanations.head_inputs import HeadInput, induction_input, text_input, trained_context
 from attndiag.explanations.head_measures import MEASURES, ON_TOKENS, ON_WEIGHTS, PROBES, View, measures, ranking_measure
 from attndiag.explanations.head_table import HeadTable, NotMeasurable, Rows, SetEffect, labels_of
@@ -48,6 +50,7 @@ from attndiag.hooks.capture_context import capture
 from attndiag.hooks.record import AttentionCall
 from attndiag.models.access import evaluating
 from attndiag.models.load import LoadedModel, load
+from attndiag.scores import Scores
 
 Progress = Callable[[str, int, int], None]
 Key = tuple[str, int, int | None]
@@ -78,7 +81,8 @@ def heads(
     Parameters
     ----------
     lm : a loaded model or any module that reads token ids.
-    probes : out of `induction duplicate previous current sink entropy output redundancy copying`.
+    probes : out of `induction duplicate previous current sink entropy output redundancy copying
+        composition`.
     ablate : how many heads, the highest scores first, are taken away one at a time; with any, the set above
         `threshold` as well, together, and 20 random sets of its size. See `explanations.head_ablation`.
     ablate_by : the score that says which: `prefix_matching`, `previous_token`, `sink`, or the name of any measure of
@@ -127,6 +131,8 @@ def heads(
             run.measure(on_text, lambda: text_input(loaded, texts, rows=rows, length=2 * length, seed=seed, bos=bos))
         if "copying" in probes:
             run.measure_weights()
+        if "composition" in probes:
+            run.measure_composition(seed)
         if ablate:
             run.ablate(ablate, ranked_by, threshold, ablation_rows, seed)
     return run.table()
@@ -187,6 +193,7 @@ class _Run:
         self.losses: dict[str, list[Tensor]] = {}
         self.induction: HeadInput | None = None
         self.sets: list[SetEffect] = []
+        self.pairs: dict[str, Scores] = {}
 
     def refuse(self, probe: str, reason: str, key: Key | None = None) -> None:
         """Note once why a probe has no number for a layer, or for the whole model."""
@@ -227,6 +234,20 @@ class _Run:
                 continue
             with self._explaining_gaps("copying", key):
                 self.collect("copying_score", key, circuit.score()[None])
+
+    def measure_composition(self, seed: int) -> None:
+        """Composition of all pairs of heads: two forwards to find the weights."""
+        progress = self.progress
+        with self._explaining_gaps("composition", None):
+            self.pairs, reasons = composition_scores(
+                self.lm,
+                survey_input(self.lm),
+                seed=seed,
+                progress=None if progress is None else lambda done, total: progress("composition", done, total),
+            )
+        for key, reason in reasons.items():
+            self.refuse("composition", reason, key)
+        self.facts |= facts_of(self.pairs)
 
     @contextmanager
     def _explaining_gaps(self, probe: str, key: Key | None) -> Iterator[None]:
@@ -369,6 +390,8 @@ class _Run:
                     measure, self.labels, input=self.inputs.get(measure.probe, "weights"), **info
                 )
                 scores[name] = dataclasses.replace(made, failures=failures)
+            elif name in self.pairs:
+                scores[name] = self.pairs[name]
         facts = self.facts | {name: torch.cat(rows).mean().item() for name, rows in self.losses.items()}
         missing = tuple(NotMeasurable(probe, layer, reason) for (probe, layer), reason in self.reasons.items())
         return HeadTable(scores, missing, facts, tuple(self.sets))
