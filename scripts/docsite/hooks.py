@@ -152,7 +152,7 @@ def cli_page() -> str:
 
 def _help(command: Any, context: Any) -> str:
     formatter = context.make_formatter()
-    formatter.width = 100
+    formatter.width = 90
     command.format_help(context, formatter)
     return formatter.getvalue().rstrip()
 

@@ -43,6 +43,7 @@ def _shown(output: dict[str, Any], stem: str, made: dict[str, str | bytes]) -> l
         return [f"![figure]({name})"]
     if "text/html" in data:
         table = re.sub(r"<style.*?</style>", "", "".join(data["text/html"]), flags=re.DOTALL)
+        table = re.sub(r' (class="dataframe"|border="\d+"|style="[^"]*")', "", table)  # the site's own look
         return [re.sub(r"\s*\n\s*", "", table)]
     text = "".join(data.get("text/plain", ""))
     return ["```text\n" + text.rstrip() + "\n```"] if text else []
