@@ -82,6 +82,12 @@ def build(family, settings):
     return model.eval()
 
 
+def shown(table, formats):
+    """A table with numbers as they are meant to be read."""
+    formatted = table.assign(**{name: table[name].map(form.format) for name, form in formats.items()})
+    return formatted.astype(object).fillna("")
+
+
 models = {form: build(*choice) for form, choice in FORMS.items()}
 ids = torch.randint(2, 60, (1, 256), generator=torch.Generator().manual_seed(0))
 
@@ -101,7 +107,7 @@ facts = [
     }
     for form, card in cards.items() for layer in card.layers
 ]  # fmt: skip
-pd.DataFrame(facts).set_index(["form", "layer"]).astype(object).fillna("")
+shown(pd.DataFrame(facts).set_index(["form", "layer"]), {})
 
 # %% [markdown]
 # ## What each costs
@@ -165,7 +171,7 @@ for form, model in models.items():
             "tanh bound": call.softcap,
         })  # fmt: skip
 meaning = pd.DataFrame(meaning).set_index(["form", "layer"])
-meaning.style.format({"misses": "{:.0e}", "row sum of A": "{:.3f}", "other top key": "{:.0%}"}, na_rep="")
+shown(meaning, {"misses": "{:.0e}", "row sum of A": "{:.3f}", "other top key": "{:.0%}"})
 
 # %% [markdown]
 # ## Layers without a softmax
@@ -191,7 +197,7 @@ for form in ("gated output, gated delta", "linear attention", "state space"):
             "negative": each.negative_share,
         })  # fmt: skip
 implied = pd.DataFrame(implied).set_index(["form", "layer"])
-implied.style.format({
+shown(implied, {
     "map misses the scan": "{:.0e}", "parts miss the output": "{:.0e}", "without freezing": "{:.0%}",
     "smallest row sum": "{:.2f}", "largest row sum": "{:.2f}", "negative": "{:.0%}",
 })  # fmt: skip
@@ -204,10 +210,10 @@ with style():
     figure, axes = plt.subplots(1, len(pictures), figsize=(9.2, 2.5), layout="constrained")
     for ax, (form, picture) in zip(axes, pictures.items(), strict=True):
         reach = picture.abs().max().item()
-        shown = ax.imshow(picture, cmap="PuOr_r", vmin=-reach, vmax=reach)
+        drawn = ax.imshow(picture, cmap="PuOr_r", vmin=-reach, vmax=reach)
         ax.set_title(form, fontsize=8)
         ax.set_xlabel("key")
-        figure.colorbar(shown, ax=ax, shrink=0.75)
+        figure.colorbar(drawn, ax=ax, shrink=0.75)
     axes[0].set_ylabel("query")
 plt.show()
 
@@ -223,7 +229,8 @@ print(
     f"{softmax:.0e}, gated output and sinks included ({int(meaning['verified'].sum())} of {len(meaning)} verified). "
     f"The key with the largest weight writes most for only {1 - meaning['other top key'].max():.0%} to "
     f"{1 - meaning['other top key'].min():.0%} of the queries.\n"
-    f"With sinks the rows of A sum to {meaning.loc['sinks', 'row sum of A'].min():.3f}; everywhere else to 1.\n"
+    f"With sinks the rows of A sum to {meaning.loc['sinks', 'row sum of A'].min():.3f} on average; everywhere else to "
+    f"{meaning.drop('sinks')['row sum of A'].min():.3f}.\n"
     f"In {len(implied)} layers without a softmax there are no weights; the implied map reproduces the scan to "
     f"{implied['map misses the scan'].max():.0e} and, with norm and gate frozen, the output to "
     f"{implied['parts miss the output'].max():.0e} (without: off by {implied['without freezing'].min():.0%} and more); "

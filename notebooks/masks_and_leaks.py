@@ -143,7 +143,7 @@ pd.DataFrame([vars(check) for check in smollm.checks]).set_index("name")
 # Not from the training curve, unless you happen to know the entropy of your data. From an intervention, at once:
 
 # %%
-named = int((table["found"].isin(["nothing"]) != (table["planted"] != "nothing")).sum())
+named = int(((table["found"] != "nothing") == (table["planted"] != "nothing")).sum())
 right = int((table["in layers"] == table["at"]).sum())
 sound, leaky = rows["sound"], rows["leaky"]
 print(
@@ -152,8 +152,9 @@ print(
     f"Free running, the leaky twin costs {leaky['free-running loss']:.2f} nats (a guess: {language.guess_loss:.2f}), the "
     f"sound one {sound['free-running loss']:.2f}; {leaky['valid steps']:.0%} against {sound['valid steps']:.0%} of what "
     "they write is in the language.\n"
-    f"The audit names the leak in layer {audits['leaky'].findings[0].layers[0]} and nothing else, and passes the sound "
-    f"twin. Of {len(table)} models with and without planted faults it calls {named} rightly faulty or sound and names "
+    f"The audit reports {len(audits['leaky'].findings)} fault of the leaky twin, {audits['leaky'].findings[0].kind} in "
+    f"layer {audits['leaky'].findings[0].layers[0]}, and {len(audits['sound'].findings)} of the sound one. "
+    f"Of {len(table)} models with and without planted faults it calls {named} rightly faulty or sound and names "
     f"the faulty layers in {right}.\n"
     f"SmolLM2: {len(smollm.findings)} findings in {len(smollm.checks)} checks."
 )
