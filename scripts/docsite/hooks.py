@@ -22,6 +22,14 @@ from mkdocs.structure.files import File  # noqa: E402
 from notebook_pages import notebook_files  # noqa: E402
 
 
+def on_config(config: Any) -> Any:
+    """Every notebook stands in the navigation; those that mkdocs.yml does not place come last."""
+    pages = next(part["Notebooks"] for part in config.nav if isinstance(part, dict) and "Notebooks" in part)
+    found = [f"notebooks/{path.stem}.md" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+    pages += [name for name in found if name not in pages]
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the generated pages."""
     _require_all_names(Path(config.docs_dir))
