@@ -8,7 +8,7 @@ is read last and only to be compared: where it says something else, the card say
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -327,15 +327,22 @@ def _cache_bytes(output: Any) -> tuple[int | None, int]:
         if isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.ndim == 4 and keys.numel():
             growing += sum(t.numel() * t.element_size() // (t.shape[0] * t.shape[2]) for t in (keys, values))
         else:
-            states = [value for value in _tensors(part) if value.ndim > 1]
-            fixed += sum(t.numel() * t.element_size() // t.shape[0] for t in states if t.shape[0])
-    return growing, fixed
+            fixed += _state_bytes(_tensors(vars(part).values()))
+    beside = [value for name, value in vars(cache).items() if name != "layers"] if hasattr(cache, "layers") else []
+    return growing, fixed + _state_bytes(_tensors(beside))
 
 
-def _tensors(part: Any) -> list[Tensor]:
-    """Tensors of one layer of a cache; recurrent layers keep theirs in dictionaries."""
-    held = [each for value in vars(part).values() for each in (value.values() if isinstance(value, dict) else [value])]
-    return [value for value in held if isinstance(value, Tensor)]
+def _state_bytes(states: list[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() // t.shape[0] for t in states if t.ndim > 1 and t.shape[0])
+
+
+def _tensors(held: Iterable[Any]) -> list[Tensor]:
+    """Tensors among what a cache holds; recurrent layers keep theirs in dictionaries, some caches in lists."""
+    found: list[Tensor] = []
+    for value in held:
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        found += [each for each in inside if isinstance(each, Tensor)]
+    return found
 
 
 def _cache_parts(cache: Any) -> list[Any]:

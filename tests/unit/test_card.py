@@ -137,6 +137,13 @@ def test_layers_without_a_softmax():
     mamba = AutoConfig.for_model("mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
     only = attndiag.card(AutoModelForCausalLM.from_config(mamba).eval())
     assert [layer.module_class for layer in only.layers] == ["MambaMixer"] * 2
+    minimax = AutoConfig.for_model(
+        "minimax", **GROUPED, head_dim=8, num_local_experts=2, num_experts_per_tok=1, block_size=4,
+        layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    linear = attndiag.card(AutoModelForCausalLM.from_config(minimax).eval())
+    # one layer that grows, 2 kv heads of 8; one whose 4 heads of 8 x 8 do not
+    assert (linear.cache_bytes_per_token, linear.cache_bytes_fixed) == (2 * 2 * 8 * 4, 4 * 8 * 8 * 4)
     # two layers of 64 channels: a window of 4 for the convolution and a state of 4, in float32
     assert (only.cache_bytes_per_token, only.cache_bytes_fixed) == (0, 2 * 64 * (4 + 4) * 4)
     # 4 heads of 8 x 8 states, and a window of 4 over q, k (2 heads of 8 each) and v (4 heads of 8)
