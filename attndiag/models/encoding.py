@@ -216,15 +216,21 @@ def _message_spans(text: str, messages: Sequence[Mapping[str, str]]) -> list[tup
 def _tokenize(text: str, tokenizer: Any, *, add_special_tokens: bool) -> _Row:
     fast = bool(getattr(tokenizer, "is_fast", False))
     # a text longer than the tokenizer's own idea of a limit is no news: check_length knows the model's
-    batch = tokenizer(
-        text,
-        add_special_tokens=add_special_tokens,
-        padding=False,
-        truncation=False,
-        return_offsets_mapping=fast,
-        return_special_tokens_mask=True,
-        verbose=False,
-    )
+    try:
+        batch = tokenizer(
+            text,
+            add_special_tokens=add_special_tokens,
+            padding=False,
+            truncation=False,
+            return_offsets_mapping=fast,
+            return_special_tokens_mask=True,
+            verbose=False,
+        )
+    except Exception as error:
+        # tokenizers raises a bare Exception, for a word outside a closed vocabulary for one
+        if type(error) is not Exception:
+            raise
+        raise PromptError(f"the tokenizer cannot read {text[:60]!r}: {error}; use words of its vocabulary") from error
     ids: list[int] = list(batch["input_ids"])
     added = batch["special_tokens_mask"]
     spans = batch["offset_mapping"] if fast else [(NO_TEXT, NO_TEXT)] * len(ids)

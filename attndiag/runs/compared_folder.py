@@ -16,8 +16,8 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from attndiag.runs.folder import (
     write_atomically,
 )
 from attndiag.runs.plan import plan_differences
-from attndiag.runs.result_files import BrokenResultError, read_result, write_result
+from attndiag.runs.result_files import BrokenResultError, ForeignResultError, read_result, write_result
 
 SCHEMA = 1
 RESULTS = "results"
@@ -85,9 +85,12 @@ class ComparedFolder:
         folder = Path(path)
         RunFolder.require_place(folder)
         with locked(folder):
+            found = cls(folder)
             if (folder / MARKER).is_file():
                 _require_same(folder, identity, overwrite)
-            found = cls(folder)
+            if overwrite or not (folder / MARKER).is_file():
+                # from now on it is this plan's folder, whatever happens next
+                found.mark({"run": "", **asdict(identity), "prompts": [], "facts": {}}, finished=False)
             for thing in (folder / RESULTS).glob(".*.tmp"):
                 # of a run that was killed: nobody else writes here
                 if is_leftover(thing):
@@ -196,18 +199,20 @@ def _clear(folder: Path, marker: Mapping[str, Any]) -> None:
                 shutil.rmtree(thing)
             else:
                 thing.unlink(missing_ok=True)
-        listed = {str(one.get("key")) for one in marker.get("prompts", [])}
+        listed = {str(one.get("key")) for one in marker.get("prompts", [])} | {str(marker.get("model_key"))}
         results = folder / RESULTS
         for thing in results.iterdir() if results.is_dir() else ():
-            if _RESULT_NAME.fullmatch(thing.name) and (thing.stem in listed or _is_own(thing)):
+            if _RESULT_NAME.fullmatch(thing.name) and _is_own(thing, listed):
                 thing.unlink()
-        (folder / MARKER).unlink(missing_ok=True)
 
 
-def _is_own(path: Path) -> bool:
-    """True for a whole result in its own place; anything else may be somebody's."""
+def _is_own(path: Path, listed: Collection[str]) -> bool:
+    """True for a whole result in its own place, and for a broken one in a place of this run; others are somebody's."""
+    key = path.stem.removeprefix("model-")
     try:
-        read_result(path, path.stem.removeprefix("model-"))
-    except RunFolderError:
+        read_result(path, key)
+    except BrokenResultError:
+        return key in listed
+    except ForeignResultError:
         return False
     return True

@@ -80,12 +80,15 @@ def read_compared_run(folder: str | Path, *, thresholds: Thresholds | None = Non
 
     Raises
     ------
-    RunFolderError : there is no compared run in `folder`, or a result of it is damaged or missing in a finished run.
+    RunFolderError : there is no compared run in `folder`, or one that never began, or a result of it is damaged, or
+        missing in a finished run.
     """
     from attndiag.errors import RunFolderError
 
     found = ComparedFolder.open(folder)
     about = found.about
+    if not about["prompts"]:
+        raise RunFolderError(f"the run in {folder} was stopped before it began; make the same call again")
     plan = plan_from_plain(about["plan"], thresholds)
     works: list[PromptWork] = []
     missing: list[str] = []

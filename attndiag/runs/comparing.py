@@ -119,6 +119,7 @@ def run(
             edges=edges,
             heads=heads,
             primary=primary,
+            own=tuple(own or ()),
             deep=deep,
             seed=seed,
         )

@@ -347,13 +347,13 @@ def locked(folder: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / LOCK, timeout=0)
-    try:
-        with explained(folder):
+    with explained(folder):
+        try:
             lock.acquire()
-    except Timeout as error:
-        raise RunFolderError(
-            f"another run is writing to {folder}; wait until it is done, or give another folder"
-        ) from error
+        except Timeout as error:
+            raise RunFolderError(
+                f"another run is writing to {folder}; wait until it is done, or give another folder"
+            ) from error
     try:
         yield
     finally:

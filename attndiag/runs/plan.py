@@ -16,6 +16,7 @@ from attndiag.comparison.methods import check_methods
 from attndiag.comparison.one_prompt import DEFAULT_METRICS, Plan
 from attndiag.explanations.replacement import Replacement
 from attndiag.runs.keys import digest
+from attndiag.stats.controls import METRICS
 from attndiag.stats.verdicts import Thresholds
 
 DEFAULT_METHODS = (
@@ -111,6 +112,7 @@ def make_plan(
     edges: EdgePlan | str | None = "auto",
     heads: bool = True,
     primary: tuple[str, str] | None = None,
+    own: Sequence[str] = (),
     deep: bool = False,
     seed: int = 0,
 ) -> RunPlan:
@@ -122,6 +124,7 @@ def make_plan(
     replacements : seeds that are not given are `seed`.
     edges : `"auto"`, `"all"`, `"screen"`, an `EdgePlan`, or None for none.
     params : on top of the plan's own.
+    own : names of scores that are made elsewhere.
 
     Raises
     ------
@@ -129,8 +132,8 @@ def make_plan(
     """
     names = tuple(methods) if methods is not None else DEEP_METHODS if deep else DEFAULT_METHODS
     check_methods(names)
-    own = DEEP_PARAMS if deep else DEFAULT_PARAMS
-    given = {name: {**own.get(name, {}), **(params or {}).get(name, {})} for name in names}
+    usual = DEEP_PARAMS if deep else DEFAULT_PARAMS
+    given = {name: {**usual.get(name, {}), **(params or {}).get(name, {})} for name in names}
     unused = sorted(set(params or {}) - set(names))
     if unused:
         raise ValueError(f"params name {unused}, which are not among the methods {list(names)}")
@@ -145,8 +148,15 @@ def make_plan(
         seed=seed,
     )
     labels = [f"replacement[{one.label}]" for one in compared.replacements]
-    if len({*names, *labels}) < len(names) + len(labels):
-        raise ValueError(f"methods and replacements are {[*names, *labels]}; expected each once")
+    everything = [*names, *labels, *own]
+    if len(set(everything)) < len(everything):
+        raise ValueError(f"methods, replacements and own scores are named {everything}; expected each name once")
+    for what, wanted, known in (("metrics", compared.metrics, METRICS), ("primary", primary or (), everything)):
+        unknown = [name for name in wanted if name not in known]
+        if unknown:
+            raise ValueError(f"{what} names {unknown}; there are {', '.join(known)}")
+    if primary is not None and primary[0] == primary[1]:
+        raise ValueError(f"primary compares {primary[0]!r} with itself; name two methods")
     extent = edges
     if isinstance(edges, str):
         extent = EdgePlan(extent="all" if deep and edges == "auto" else edges, whole_heads=deep)  # type: ignore[arg-type]

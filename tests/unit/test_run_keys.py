@@ -128,7 +128,11 @@ def test_differences_name_what_differs() -> None:
         ({"methods": []}, ValueError, "at least one"),
         ({"params": {"nothing": {}}}, ValueError, r"params name \['nothing'\]"),
         ({"replacements": ["nope"]}, ValueError, "unknown replacement"),
-        ({"replacements": ["mean_embedding", "mean_embedding"]}, ValueError, "each once"),
+        ({"metrics": ["nothing"]}, ValueError, r"metrics names \['nothing'\]; there are aopc_comprehensiveness"),
+        ({"primary": ("weight", "x")}, ValueError, r"primary names \['x'\]"),
+        ({"primary": ("weight", "weight")}, ValueError, "with itself"),
+        ({"own": ["weight"]}, ValueError, "each name once"),
+        ({"replacements": ["mean_embedding", "mean_embedding"]}, ValueError, "each name once"),
         ({"edges": "some"}, ValueError, "extent is 'some'; expected one of auto, all, screen"),
     ],
 )

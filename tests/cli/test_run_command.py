@@ -1,0 +1,153 @@
+"""`attndiag run` from the command line: what it says, what it writes, how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from attndiag.cli import app
+from attndiag.runs import comparing
+from attndiag.runs.compared_run import read_compared_run
+
+TEXTS = ("When Mary and John went to the store", "John gave a drink to Mary", "to the store, John")
+QUICK = ["--methods", "weight,input_x_gradient", "--replacement", "uniform:draws=2", "--metrics", "none", "--no-heads"]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "set.jsonl"
+    lines = [json.dumps({"id": f"p{i}", "prompt": text, "cluster": f"c{i}"}) for i, text in enumerate(TEXTS)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(app, ["run", *(str(word) for word in words)])
+
+
+def test_a_run_says_what_it_found_and_goes_on_with_more(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ["--prompts", prompts, "-m", tiny_folder, "-o", out, "--device", "cpu", *QUICK]
+    result = run(*words, "--limit", 2)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines[:2]] == ["weight", "input_x_gradient"]
+    assert lines[2].startswith("replacement[uniform(draws=2, seed=0)]")
+    assert lines[3].startswith("weight") and lines[4].startswith("head_contribution")
+    assert lines[-1] == f"run: {out}"
+    assert "memory: about" in result.stderr and "2 methods; edges: every edge" in result.stderr
+    found = read_compared_run(out)
+    assert found.facts["prompt_file"] == str(prompts) and found.facts["n_prompts"] == 2
+    more = run(*words, "--json")
+    assert more.exit_code == 0, more.output
+    assert f"2 of 3 prompts are in {out} already" in more.stderr
+    facts = json.loads(more.stdout)
+    assert (facts["prompts"], facts["failed"], facts["passed"], facts["blocked"]) == (3, 0, True, False)
+    assert set(facts["tokens"]) == {"weight", "input_x_gradient", "replacement[uniform(draws=2, seed=0)]"}
+    assert facts["tokens"]["replacement[uniform(draws=2, seed=0)]"]["role"] == "ceiling"
+    assert set(facts["edges"]) == {"weight", "head_contribution"}
+
+
+def test_another_plan_is_refused_and_replaced_on_demand(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
+    words = ["--prompts", prompts, "-m", tiny_folder, "-o", tmp_path / "out", "--limit", 1, "--quiet", *QUICK]
+    assert run(*words, "--no-edges").exit_code == 0
+    refused = run(*words, "--no-edges", "--seed", 2)
+    assert refused.exit_code == 2
+    assert "another plan: replacements" in refused.stderr and "seed: 0 there, 2 now" in refused.stderr
+    assert "--overwrite" in refused.stderr
+    assert run(*words, "--no-edges", "--seed", 2, "--overwrite").exit_code == 0
+    assert read_compared_run(tmp_path / "out").facts["seed"] == 2
+
+
+def test_a_file_configures_a_run_and_flags_win(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model: {tiny_folder}\nprompts: {prompts.name}\nmethods: [weight]\nreplacements: [mean_embedding]\n"
+        "metrics: []\nedges: screen\nedge_most: 4\nheads: false\nlimit: 3\noutput: out\n"
+    )
+    result = run("--config", config, "--limit", 1, "--quiet", "--json")
+    assert result.exit_code == 0, result.output
+    found = read_compared_run(tmp_path / "out")
+    assert found.facts["n_prompts"] == 1 and found.facts["replacements"] == ["mean_embedding"]
+    assert found.edges is not None and 0 < found.facts["edges_measured"] < 1
+    config.write_text("modle: x\n")
+    wrong = run("--config", config)
+    assert wrong.exit_code == 2 and "run.yaml:1: modle is no key of a run; did you mean 'model'?" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--methods", "wieght"], "did you mean 'weight'"),
+        (["--replacement", "nope"], "unknown replacement 'nope'"),
+        (["--edge-extent", "few"], "--edges is 'few'"),
+        (["--primary", "weight"], "--primary"),
+        (["--metrics", "nothing"], "nothing"),
+        (["--prompts", "no-such.jsonl"], "no-such.jsonl"),
+    ],
+)
+def test_misuse_is_told_before_a_model_is_loaded(tmp_path: Path, words: list[str], text: str) -> None:
+    result = run("-m", tmp_path / "no-model", "-o", tmp_path / "out", *words)
+    assert result.exit_code == 2, result.output
+    assert text in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_failed_prompts_and_blocked_verdicts_end_with_1(
+    tiny_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with prompts.open("a") as file:
+        file.write(json.dumps({"id": "bad", "prompt": "Mary", "target": " a", "foil": " a "}) + "\n")
+    words = ["--prompts", prompts, "-m", tiny_folder, *QUICK, "--no-edges"]
+    result = run(*words, "-o", tmp_path / "out")
+    assert result.exit_code == 1, result.output
+    assert "prompt bad: TargetError" in result.stderr
+
+    from attndiag.comparison.methods import PromptMethods
+
+    plain = PromptMethods.scores
+
+    def broken(self: PromptMethods, method: str, **params: object) -> object:
+        from dataclasses import replace
+
+        return replace(plain(self, method, **params), failures=("completeness",))
+
+    monkeypatch.setattr(PromptMethods, "scores", broken)
+    blocked = run(*words, "-o", tmp_path / "blocked", "--limit", 3, "--json")
+    assert blocked.exit_code == 1
+    assert json.loads(blocked.stdout)["blocked"] is True
+    assert "failed self-checks blocked verdicts: scores of input_x_gradient on 3 prompts" in blocked.stderr
+
+
+def test_an_interrupt_says_what_is_kept(
+    tiny_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, seen = comparing.measure_prompt, []
+
+    def stops(*given: object, **more: object) -> object:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(1)
+        return plain(*given, **more)  # type: ignore[arg-type]
+
+    words = ["--prompts", prompts, "-m", tiny_folder, "-o", tmp_path / "out", *QUICK, "--no-edges"]
+    with monkeypatch.context() as patched:
+        patched.setattr(comparing, "measure_prompt", stops)
+        result = run(*words)
+    assert result.exit_code == 130
+    assert f"interrupted: what is done is kept in {tmp_path / 'out'}; the same call goes on" in result.stderr
+    again = run(*words)
+    assert again.exit_code == 0 and "1 of 3 prompts are in" in again.stderr
+
+
+def test_texts_may_go_through_a_chat_template(prompts: Path, tmp_path: Path) -> None:
+    from attndiag.commands.run import _read
+    from attndiag.runs.config import RunConfig
+
+    (plain, *_), _ = _read(RunConfig(prompts=prompts), quiet=True)
+    (chat, *_), _ = _read(RunConfig(prompts=prompts, chat_template=True), quiet=True)
+    assert plain.text == TEXTS[0] and chat.text is None
+    assert chat.messages == ({"role": "user", "content": TEXTS[0]},)
+    assert (chat.id, chat.cluster) == (plain.id, plain.cluster)
