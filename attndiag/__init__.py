@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attndiag.catalog import explain
+    from attndiag.comparison.own_scores import read_own_scores
     from attndiag.explanations.attention_card import card
     from attndiag.explanations.audit_run import audit
     from attndiag.explanations.contributions import contributions
@@ -72,6 +73,7 @@ _HOME = {
     "implied_maps": "attndiag.explanations.implied_maps",
     "load": "attndiag.models.load",
     "model_contributions": "attndiag.explanations.model_contributions",
+    "read_own_scores": "attndiag.comparison.own_scores",
     "read_prompts": "attndiag.runs.prompt_files",
     "read_compared_run": "attndiag.runs.compared_run",
     "report": "attndiag.reports.page",
@@ -108,6 +110,7 @@ __all__ = [
     "load",
     "model_contributions",
     "read_compared_run",
+    "read_own_scores",
     "read_prompts",
     "report",
     "run",
