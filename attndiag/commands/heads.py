@@ -36,8 +36,8 @@ def heads(
         list[str] | None,
         typer.Option(
             "--probe",
-            help="induction, duplicate, previous, current, sink, entropy, output, redundancy, copying, or all; "
-            "several with commas. induction,previous,sink by default.",
+            help="induction, duplicate, previous, current, sink, entropy, output, redundancy, copying, composition, or "
+            "all; several with commas. induction,previous,sink by default.",
             rich_help_panel=HEADS,
             show_default=False,
         ),
@@ -47,10 +47,46 @@ def heads(
         typer.Option(
             min=0,
             metavar="N",
-            help="Take the N heads with the highest prefix-matching scores away, one at a time and together.",
+            help="Take the N heads with the highest scores away, one at a time and together.",
             rich_help_panel=HEADS,
         ),
     ] = 0,
+    ablate_by: Annotated[
+        str,
+        typer.Option(
+            metavar="SCORE",
+            help="Score that says which heads: prefix_matching, previous_token, sink, effect (every head once), or any "
+            "measure of single heads.",
+            rich_help_panel=HEADS,
+        ),
+    ] = "prefix_matching",
+    composition: Annotated[
+        bool,
+        typer.Option(
+            "--composition",
+            help="Which earlier heads each head can read (queries, keys, values), from the weights.",
+            rich_help_panel=HEADS,
+        ),
+    ] = False,
+    checkpoints: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--checkpoints",
+            metavar="DIR",
+            help="Checkpoint of one run, named by its step (checkpoint-500); give it twice or more.",
+            rich_help_panel=HEADS,
+            show_default=False,
+        ),
+    ] = None,
+    revisions: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STEP,STEP",
+            help="Revisions of --model, named by their steps: step1000,step2000.",
+            rich_help_panel=HEADS,
+            show_default=False,
+        ),
+    ] = None,
     relation: Annotated[
         list[str] | None,
         typer.Option(
@@ -114,25 +150,51 @@ def heads(
       attndiag heads -m gpt2 --probe induction,copying -o gpt2
       attndiag heads --relation subject_again:subject -o rel      spans of the shipped prompts
       attndiag heads --phase-change -o phase                      induction heads form, no model needed
+      attndiag heads --ablate 20 --ablate-by previous_token -o previous
+      attndiag heads --composition -o pairs                       which heads read which
+      attndiag heads --checkpoints run/checkpoint-100 --checkpoints run/checkpoint-200 -o history
+      attndiag heads -m EleutherAI/pythia-70m --revisions step1000,step2000 -o history
     """
     import time
 
     from attndiag.reports.heads_page import prepare, save_heads
 
     asked = _probes(probe)
+    series = _series(checkpoints, revisions)
+    if series and (relation or phase_change or composition):
+        raise typer.BadParameter("a list of checkpoints is measured by itself; leave the other parts to a call without")
+    if composition:
+        asked = tuple(dict.fromkeys((*asked, "composition")))
     if not asked and not relation and not phase_change:
-        asked = ("induction", "previous", "sink")
+        asked = ("induction", "previous") if series else ("induction", "previous", "sink")
     if ablate and "induction" not in asked:
         raise typer.BadParameter(
             "effects are measured on the induction probe; add --probe induction, or leave --ablate"
         )
+    if ablate:
+        _ranked_by(ablate_by, asked)
     relations = [_relation(text) for text in relation or []]
     chosen = _prompts(prompts) if relations else []
     prepare(output, overwrite=overwrite)
     about: dict[str, Any] = {}
     table, found, phase = None, [], None
     start = time.perf_counter()
-    if asked or relations:
+    wanted = {Bos.auto: None, Bos.yes: True, Bos.no: False}[bos]
+    settings: dict[str, Any] = {
+        "probes": asked,
+        "ablate": ablate,
+        "ablate_by": ablate_by,
+        "rows": rows,
+        "length": length,
+        "seed": seed,
+        "bos": wanted,
+        "threshold": threshold,
+    }
+    if series:
+        load_options = {"device": device, "dtype": dtype, "attn_implementation": attn_implementation}
+        phase = _history(series, model if revisions else None, settings, load_options, offline, quiet)
+        about = phase.about | {"probes": ", ".join(asked), "rows asked for": rows, "seed": seed}
+    elif asked or relations:
         from attndiag.models.load import load
 
         with progress_bar(quiet=quiet) as bar:
@@ -148,6 +210,7 @@ def heads(
         about = _about(lm) | {
             "probes": ", ".join(asked),
             "ablated": ablate,
+            "ablated by": ablate_by if ablate else None,
             "rows asked for": rows,
             "length asked for": length,
             "BOS": bos.value,
@@ -157,8 +220,7 @@ def heads(
         }
         start = time.perf_counter()
         if asked:
-            wanted = {Bos.auto: None, Bos.yes: True, Bos.no: False}[bos]
-            table = _measure(lm, asked, ablate, rows, length, seed, wanted, threshold, quiet)
+            table = _measure(lm, settings, quiet)
         found = [_probe_relation(lm, chosen, pair, seed, quiet) for pair in relations]
     if phase_change:
         phase = _phase_change(quiet)
@@ -204,31 +266,64 @@ def _about(lm: LoadedModel) -> dict[str, Any]:
     }
 
 
-def _measure(
-    lm: LoadedModel,
-    probes: tuple[str, ...],
-    ablate: int,
-    rows: int,
-    length: int,
-    seed: int,
-    bos: bool | None,
-    threshold: float,
-    quiet: bool,
-) -> HeadTable:
+def _series(checkpoints: list[Path] | None, revisions: str | None) -> list[str | Path]:
+    """What `heads_over_checkpoints` takes; a folder that is not there is told before anything is loaded."""
+    names = [name.strip() for name in (revisions or "").split(",") if name.strip()]
+    if checkpoints and names:
+        raise typer.BadParameter("give --checkpoints or --revisions, not both")
+    missing = [place for place in checkpoints or [] if not place.is_dir()]
+    if missing:
+        raise typer.BadParameter(f"--checkpoints {missing[0]}: there is no such folder")
+    found: list[str | Path] = [*(checkpoints or []), *names]
+    if (checkpoints or revisions is not None) and len(found) < 2:
+        raise typer.BadParameter(f"a history needs at least two checkpoints, got {len(found)}")
+    return found
+
+
+def _ranked_by(name: str, probes: tuple[str, ...]) -> None:
+    from attndiag.errors import NotApplicableError
+    from attndiag.explanations.head_measures import ranking_measure
+
+    try:
+        ranking_measure(name, probes)
+    except NotApplicableError as error:
+        raise typer.BadParameter(str(error), param_hint="--ablate-by") from error
+
+
+def _measure(lm: LoadedModel, settings: dict[str, Any], quiet: bool) -> HeadTable:
     from attndiag.explanations.head_scores import heads as measure
 
     with progress_bar(quiet=quiet) as bar:
-        return measure(
-            lm,
-            probes=probes,
-            ablate=ablate,
-            rows=rows,
-            length=length,
-            seed=seed,
-            bos=bos,
-            threshold=threshold,
+        return measure(lm, **settings, progress=bar)
+
+
+def _history(
+    series: list[str | Path],
+    model: str | None,
+    settings: dict[str, Any],
+    load_options: dict[str, Any],
+    offline: bool,
+    quiet: bool,
+) -> PhaseChange:
+    from attndiag.explanations.head_history import heads_over_checkpoints
+    from attndiag.reports.phase_change import PhaseChange
+
+    with progress_bar(quiet=quiet) as bar:
+        history = heads_over_checkpoints(
+            series,
+            model=model,
+            load_options={**load_options, "offline": True if offline else None},
             progress=bar,
+            **settings,
         )
+    return PhaseChange(
+        history,
+        about={
+            "model": model or ", ".join(str(name) for name in series),
+            "steps": ", ".join(map(str, history.steps)),
+            "checkpoints": len(history.steps),
+        },
+    )
 
 
 def _probe_relation(

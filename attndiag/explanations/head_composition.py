@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 KINDS = ("q_composition", "k_composition", "v_composition")
-CONTENT_ONLY = "rotations by position are left out: what a head looks for, not where"
-BEFORE_NORM = "q and k before the division by their norm"
+CONTENT_ONLY = "rotations by position, so this is what a head looks for, not where"
+BEFORE_NORM = "the division of q and k by their norm"
 _REPRODUCES = {torch.float64: 1e-8, torch.float32: 1e-4}
 _SAME_COLUMN = {torch.float64: 1e-10, torch.float32: 1e-5}
 

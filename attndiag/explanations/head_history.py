@@ -8,7 +8,7 @@ a control in which it cannot rise (Olsson 2022, arXiv 2209.11895).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,6 +125,7 @@ def heads_over_checkpoints(
     *,
     model: str | None = None,
     tokenizer: Any = None,
+    load_options: Mapping[str, Any] | None = None,
     probes: Sequence[str] = ("induction", "previous"),
     ablate: int = 0,
     ablate_by: str = "prefix_matching",
@@ -148,6 +149,7 @@ def heads_over_checkpoints(
         `step1000`). A source is whatever `attndiag.load` takes.
     model : a hub id; the sources are then its revisions.
     tokenizer : for all checkpoints, where they bring none.
+    load_options : more arguments for `attndiag.load` (device, dtype, offline, ...).
     probes, ablate, ablate_by, rows, length, seed, bos, texts, threshold, ablation_rows : as in `heads`, the same for
         all checkpoints.
     losses_on : [row, position] token ids on which the in-context-learning score is measured too, between the
@@ -163,7 +165,7 @@ def heads_over_checkpoints(
     tables: list[HeadTable] = []
     form: tuple[str, tuple] | None = None
     for index, (step, source) in enumerate(given):
-        lm = _open(source, model, tokenizer)
+        lm = _open(source, model, {**(load_options or {}), "tokenizer": tokenizer})
         found = _form(lm)
         if form is not None and found != form:
             raise ModelLoadError(
@@ -235,7 +237,7 @@ def _items(sources: Any) -> Iterator[Any]:
         yield from sources
 
 
-def _open(source: Any, model: str | None, tokenizer: Any) -> LoadedModel:
+def _open(source: Any, model: str | None, options: Mapping[str, Any]) -> LoadedModel:
     if isinstance(source, _Later):
         source = source.open()
     if isinstance(source, LoadedModel):
@@ -243,8 +245,8 @@ def _open(source: Any, model: str | None, tokenizer: Any) -> LoadedModel:
     if model is not None:
         if not isinstance(source, str):
             raise ModelLoadError(f"with model={model!r} every source is a revision name, got {type(source).__name__}")
-        return load(model, revision=source, tokenizer=tokenizer)
-    return load(source, tokenizer=tokenizer)
+        return load(model, revision=source, **options)
+    return load(source, **options)
 
 
 def _form(lm: LoadedModel) -> tuple[str, tuple[tuple[str, tuple[int, ...]], ...]]:

@@ -16,6 +16,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from attndiag.errors import NotApplicableError
+from attndiag.explanations.head_composition import KINDS
 from attndiag.reports.figure_style import GRID, HEAD, LAYER, MUTED, PAPER, WEIGHT, canvas
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ TITLES = {
     "ablation_effect": "Effect, zero",
     "mean_ablation_effect": "Effect, mean",
     "ablation_effect_patterns_kept": "Effect, patterns kept",
+    "q_composition": "By queries",
+    "k_composition": "By keys",
+    "v_composition": "By values",
     "relation_mass": "Mass on the related token",
     "relation_mass_best_offset": "Best fixed offset",
     "relation_mass_shuffled": "Shuffled pairs",
@@ -155,6 +159,50 @@ def draw_maps(panels: Sequence[Panel], labels: Sequence[Any]) -> Figure:
     return figure
 
 
+def draw_composition(table: HeadTable) -> Figure:
+    """For each kind of composition a map, layer by earlier layer, of the strongest pair of heads.
+
+    Raises
+    ------
+    NotApplicableError : composition was not measured.
+    """
+    names = [kind for kind in KINDS if kind in table.scores]
+    if not names:
+        raise NotApplicableError("composition was not measured; ask `attndiag.heads` for the probe composition")
+    maps = []
+    for name in names:
+        values = table[name].values.nan_to_num(nan=-np.inf).amax(dim=(1, 3))
+        maps.append(_array(values.masked_fill(values.isinf(), np.nan)))
+    largest = max(float(np.nanmax(each, initial=0.0)) for each in maps) or 1.0
+    labels = table[names[0]].labels["layer"]
+    count = len(labels)
+    figure, axes = canvas(7.2, 2.9, nrows=1, ncols=len(names), sharey=True, squeeze=False)
+    mesh = None
+    step = max(1, -(-count // 10))
+    ticks = np.arange(0, count, step)
+    for axis, name, values in zip(axes[0], names, maps, strict=True):
+        mesh = axis.pcolormesh(
+            np.arange(count + 1) - 0.5, np.arange(count + 1) - 0.5, np.ma.masked_invalid(values),
+            cmap=mpl.colormaps["viridis"].with_extremes(bad=GRID), vmin=0.0, vmax=largest, edgecolors="face",
+            linewidth=0.2, rasterized=values.size > _VECTOR_CELLS,
+        )  # fmt: skip
+        axis.set_title(TITLES[name])
+        axis.set_xlabel("layer that writes")
+        axis.set_xticks(ticks, [str(labels[i]) for i in ticks])
+        axis.tick_params(length=2)
+        axis.spines[:].set_visible(False)
+    first = axes[0][0]
+    first.set_ylim(count - 0.5, -0.5)
+    first.set_yticks(ticks, [str(labels[i]) for i in ticks])
+    first.set_ylabel("layer that reads")
+    if mesh is not None:
+        bar = figure.colorbar(mesh, ax=list(axes[0]), pad=0.02, aspect=25)
+        bar.set_label("ratio above chance")
+        bar.outline.set_visible(False)  # type: ignore[operator]
+        bar.ax.tick_params(length=2)
+    return figure
+
+
 def draw_score_against_effect(table: HeadTable, name: str = "prefix_matching_score") -> Figure:
     """Left: what a head scores against what it is worth. Right: the set together, beside random sets of its size.
 
@@ -185,20 +233,23 @@ def _single_heads(axis: Axes, table: HeadTable, name: str) -> None:
     axis.plot(
         frame[name], frame[EFFECTS[1]], ls="", marker="s", mfc="none", color=HEAD, ms=3.5, label="second copy, mean"
     )
+    share = table[name].unit in ("mass", "share") and table[name].sign != "signed"
+    widest = 1.0 if share else max(float(frame[name].abs().max()), 1e-9)
     told: list[tuple[float, float]] = []
     span = float(frame[effect].max() - frame[effect].min()) or 1.0
     largest = frame.reindex(frame[effect].abs().sort_values(ascending=False).index).head(8)
     for layer, head, x, y in zip(largest["layer"], largest["head"], largest[name], largest[effect], strict=True):
-        if any(abs(x - a) < 0.16 and abs(y - b) < 0.07 * span for a, b in told):
+        if any(abs(x - a) < 0.16 * widest and abs(y - b) < 0.07 * span for a, b in told):
             continue
         told.append((x, y))
-        inward = x > 0.8
+        inward = x > 0.8 * widest
         axis.annotate(
             head_name(layer, head), (x, y), xytext=(-5 if inward else 5, 3), textcoords="offset points",
             ha="right" if inward else "left", fontsize=6.5, path_effects=[withStroke(linewidth=1.8, foreground=PAPER)],
         )  # fmt: skip
-    axis.set_xlim(-0.03, 1.03)
-    axis.set_xlabel(f"{TITLES.get(name, name).lower()} (mass)")
+    if share:
+        axis.set_xlim(-0.03, 1.03)
+    axis.set_xlabel(f"{TITLES.get(name, name).lower()} ({table[name].unit})")
     axis.set_ylabel("effect of the head (nats)")
     axis.set_title("One head at a time")
     axis.grid(True)

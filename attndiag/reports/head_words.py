@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from attndiag.explanations.head_composition import KINDS, strongest_pairs
 from attndiag.reports.head_figures import EFFECTS, TITLES, head_name, measures_of_heads
 from attndiag.reports.html import MINUS, number
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from attndiag.explanations.head_table import HeadTable
     from attndiag.reports.phase_change import PhaseChange
 
+WAYS_OF_READING = {"q": "queries", "k": "keys", "v": "values"}
 SCORE, EFFECT = "prefix_matching_score", EFFECTS[0]
 # the page's table of heads; all of them are in the file
 _HEADS_SHOWN = 600
@@ -32,6 +34,9 @@ READING = {
     "most similar head": "Cosine of what two heads of a layer write. Heads that do the same hide each other's effect.",
     "copying eigenvalues": "\u03a3Re(\u03bb)/\u03a3|\u03bb| of the OV circuit, direct path. High long before induction "
     "exists, and in one-layer models: never a detector of induction heads by itself.",
+    "composition": "\u2016W_b W_a\u2016 / (\u2016W_b\u2016 \u2016W_a\u2016) of a later and an earlier head, minus that "
+    "of random matrices. By queries and keys W_b is the later head's QK circuit, by values its OV. Direct path; "
+    "it says what a head can read, not that it does.",
     "effect": "Rise of the second-copy loss without the head. Zero: its output is 0. Mean: its mean over the tokens of "
     "the row. Later patterns kept: only what it writes changes, not what later heads attend to.",
     "relation": "Mass from one span's last token to another span, against the best fixed offset (chosen on the same "
@@ -85,6 +90,53 @@ def every_head(table: HeadTable | None) -> dict[str, Any]:
     return {"rows": rows, "heads_left_out": left_out}
 
 
+def ranked_by(table: HeadTable) -> str:
+    """The score by which heads were chosen to be ablated."""
+    name = table.facts.get("ablated_by", SCORE)
+    return "their effect" if name == EFFECT else str(TITLES.get(name, name)).lower()
+
+
+def score_of_effects(table: HeadTable) -> str:
+    """The score to show against the effects: the one that chose the heads, unless that is the effect itself."""
+    name = table.facts.get("ablated_by", SCORE)
+    return SCORE if name == EFFECT else name
+
+
+def composition_view(table: HeadTable | None, *, count: int = 20) -> dict[str, Any] | None:
+    """The strongest pairs of heads for the page; None where composition was not measured."""
+    if table is None or not any(kind in table.scores for kind in KINDS):
+        return None
+    rows = []
+    for _, row in strongest_pairs(table, count).iterrows():
+        rows.append(
+            {
+                "kind": WAYS_OF_READING[row["kind"]],
+                "later": head_name(row["layer"], row["head"]),
+                "earlier": head_name(row["earlier_layer"], row["earlier_head"]),
+                "score": row["score"],
+                "spreads": row["spreads"],
+            }
+        )
+    scores = next(table.scores[kind] for kind in KINDS if kind in table.scores)
+    return {
+        "rows": rows,
+        "baseline": scores.checks["baseline"],
+        "spread": scores.checks["spread"],
+        "remarks": "; ".join(scores.provenance.get("remarks", ())),
+    }
+
+
+def _pair_headline(table: HeadTable) -> str:
+    view = composition_view(table, count=1)
+    if view is None or not view["rows"]:
+        return ""
+    row = view["rows"][0]
+    return (
+        f"Of all pairs, {row['later']} reads {row['earlier']} the most, with its {row['kind']}: {row['score']:.2f} "
+        "above random matrices."
+    )
+
+
 def relation_view(table: HeadTable, *, count: int = 12) -> dict[str, Any]:
     """One relation for the page."""
     facts = table.facts
@@ -134,7 +186,7 @@ def _headline(table: HeadTable) -> str:
     if SCORE not in table.scores:
         names = measures_of_heads(table)
         if not names:
-            return "No head could be measured; the reasons are below."
+            return _pair_headline(table) or "No head could be measured; the reasons are below."
         return f"{TITLES.get(names[0], names[0])} is highest in {_leaders(table, names[0], 3)}."
     said = f"Prefix matching is highest in {_leaders(table, SCORE, 3)}"
     together = next((item for item in table.sets if item.name != "random" and item.way == "zero"), None)

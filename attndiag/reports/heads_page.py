@@ -16,15 +16,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attndiag.errors import RunFolderError
+from attndiag.explanations.head_composition import KINDS, strongest_pairs
 from attndiag.reports.figure_files import save_drawing
-from attndiag.reports.head_figures import draw_effect_maps, draw_relation, draw_score_against_effect, draw_score_maps
+from attndiag.reports.head_figures import (
+    draw_composition,
+    draw_effect_maps,
+    draw_relation,
+    draw_score_against_effect,
+    draw_score_maps,
+)
 from attndiag.reports.head_words import (
     EFFECT,
     SCORE,
+    composition_view,
     every_head,
     phase_headline,
+    ranked_by,
     relation_name,
     relation_view,
+    score_of_effects,
     table_view,
 )
 from attndiag.reports.html import BUDGET, asset, file_size, inline_svg, notebook_frame, render
@@ -40,12 +50,14 @@ if TYPE_CHECKING:
 PAGE, MARKER = "heads.html", "heads.json"
 SCHEMA = 1
 # what this module writes; nothing else is ever removed
-_TABLES = ("heads", "measures", "sets", "relations", "phase_change", "not_measurable")
+_TABLES = ("heads", "measures", "sets", "pairs", "relations", "phase_change", "not_measurable")
 _OURS = (PAGE, MARKER, "figures", *(f"{name}.{kind}" for name in _TABLES for kind in ("csv", "parquet")))
+_PAIRS_KEPT = 5000
 _WHAT = {
     "heads": "one row a head: every measure with its interval, baseline and sink mass",
     "measures": "one row a head and measure, with unit",
     "sets": "sets of heads ablated together",
+    "pairs": "pairs of heads that compose, the strongest first",
     "relations": "one row a head and relation",
     "phase_change": "one row a checkpoint: the curves of the figure",
     "not_measurable": "what is missing, and why",
@@ -166,6 +178,9 @@ def _tables(
             sets = table.sets_frame()
             sets["heads"] = [" ".join(f"L{layer}H{head}" for layer, head in heads) for heads in sets["heads"]]
             found["sets"] = sets.assign(unit="nats")
+        if any(kind in table.scores for kind in KINDS):
+            pairs = strongest_pairs(table, _PAIRS_KEPT)
+            found["pairs"] = pairs.astype({"earlier_layer": "string", "layer": "string"})
         missing += [vars(item) for item in table.not_measurable]
     if relations:
         frames = [each.to_frame().assign(relation=each.facts["relation"]) for each in relations]
@@ -214,7 +229,7 @@ def _figures(
             # PuOr around 0 is orange below and purple above
             caption = (
                 "Purple: the loss rises without the head, so it helped; orange: it falls. Grey: not ablated; only the "
-                "heads with the highest prefix-matching scores are."
+                f"heads that come first by {ranked_by(table)} are."
             )
             wanted["effects"] = (lambda: draw_effect_maps(table), Drawn("Every layer and head, by effect", caption))
             caption = (
@@ -223,9 +238,15 @@ def _figures(
                 "random sets of the same size."
             )
             wanted["score_effect"] = (
-                lambda: draw_score_against_effect(table),
+                lambda: draw_score_against_effect(table, score_of_effects(table)),
                 Drawn("Score against effect", caption),
             )
+        if any(kind in table.scores for kind in KINDS):
+            caption = (
+                "The strongest pair of every two layers, as a ratio above that of random matrices. Rows read, columns "
+                "write. Grey: no such pair, or not measured."
+            )
+            wanted["composition"] = (lambda: draw_composition(table), Drawn("Which layers read which", caption))
     for index, relation in enumerate(relations, start=1):
         caption = (
             "The related token against two rules that know nothing of the relation. Right: what the target loses when "
@@ -261,6 +282,7 @@ def _values(
     sections = [
         ("phase", "Phase change", phase is not None),
         ("maps", "Scores", bool(view["columns"])),
+        ("composition", "Composition", "pairs" in tables),
         ("effects", "Effects", table is not None and EFFECT in table.scores),
         *((f"relation-{i}", f"Relation {relation_name(each)}", True) for i, each in enumerate(relations, start=1)),
         ("heads", "Every head", bool(view["columns"])),
@@ -276,6 +298,7 @@ def _values(
     return {
         **view,
         **every_head(table),
+        "composition": composition_view(table),
         "model": facts.get("model", "the shipped training series" if table is None else "a model"),
         "headline": headline,
         "lead": lead,

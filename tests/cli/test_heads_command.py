@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from attndiag.cli import app
+from attndiag.models.series import load_series
 
 
 def heads(*words: str) -> Result:
@@ -54,6 +55,41 @@ def test_a_relation_of_the_shipped_prompts(tiny_folder: Path, tmp_path: Path) ->
     assert wrong.exit_code == 2 and "the prompts have again, subject" in wrong.stderr
 
 
+def test_heads_by_another_score_and_pairs_of_heads(tiny_folder: Path, tmp_path: Path) -> None:
+    words = ["-m", str(tiny_folder), "--device", "cpu", "-o", str(tmp_path / "out"), "--rows", "2", "--length", "8"]
+    done = heads(*words, "--probe", "induction,previous", "--ablate", "2", "--ablate-by", "previous_token")
+    assert done.exit_code == 0, done.output
+    frame = pd.read_csv(tmp_path / "out" / "heads.csv")
+    chosen = frame[frame["ablation_effect"].notna()]
+    assert sorted(chosen["previous_token_score"]) == sorted(frame["previous_token_score"])[-2:]
+    assert "come first by previous token" in (tmp_path / "out" / "heads.html").read_text()
+    done = heads(*words, "--composition", "--overwrite")
+    assert done.exit_code == 0, done.output
+    assert len(pd.read_parquet(tmp_path / "out" / "pairs.parquet")) == 3 * 16
+    assert "Which heads read which" in (tmp_path / "out" / "heads.html").read_text()
+
+
+def test_a_list_of_checkpoints(tmp_path: Path) -> None:
+    series = load_series()
+    places = []
+    for step in (100, 900):
+        series.at(step).save_pretrained(tmp_path / f"checkpoint-{step}")
+        places += ["--checkpoints", str(tmp_path / f"checkpoint-{step}")]
+    words = ["--device", "cpu", "--rows", "4", "--length", "20", "--ablate", "1"]
+    done = heads(*places, *words, "-o", str(tmp_path / "out"))
+    assert done.exit_code == 0, done.output
+    frame = pd.read_csv(tmp_path / "out" / "phase_change.csv")
+    assert frame["step"].tolist() == [100, 900]
+    assert frame["prefix_matching"].iloc[0] < 0.2 < 0.6 < frame["prefix_matching"].iloc[1]
+    assert (tmp_path / "out" / "heads.html").is_file()
+    # another architecture under the name of a later step
+    load_series("control").at(900).save_pretrained(tmp_path / "checkpoint-901")
+    mixed = heads(*places, "--checkpoints", str(tmp_path / "checkpoint-901"), *words, "-o", str(tmp_path / "mixed"))
+    assert mixed.exit_code == 2 and "a history needs checkpoints of one run" in mixed.stderr
+    gone = heads("-m", str(tmp_path / "checkpoint-100"), "--revisions", "step1,step2", "-o", str(tmp_path / "gone"))
+    assert gone.exit_code == 2 and "revision" in gone.stderr
+
+
 def test_nothing_measurable_is_status_1(tiny_folder: Path, tmp_path: Path) -> None:
     words = ["-m", str(tiny_folder), "--device", "cpu", "--probe", "induction", "--bos", "yes"]
     done = heads(*words, "-o", str(tmp_path / "out"))
@@ -69,6 +105,11 @@ def test_nothing_measurable_is_status_1(tiny_folder: Path, tmp_path: Path) -> No
         (["--probe", "previous", "--ablate", "5"], "effects are measured on the induction probe"),
         (["--relation", "subject"], "is not QUERY:KEY"),
         (["--rows", "0"], "Invalid value for '--rows'"),
+        (["--ablate", "2", "--ablate-by", "sinks"], "cannot be ranked by 'sinks'"),
+        (["--ablate", "2", "--ablate-by", "entropy"], "add it to the probes"),
+        (["--checkpoints", "no-such-folder"], "there is no such folder"),
+        (["--revisions", "step1"], "at least two checkpoints, got 1"),
+        (["--revisions", "step1,step2", "--phase-change"], "measured by itself"),
     ],
 )
 def test_misuse_is_told_before_a_model_is_loaded(words: list[str], said: str, tmp_path: Path) -> None:

@@ -16,10 +16,12 @@ from attndiag.errors import NotApplicableError, RunFolderError
 from attndiag.explanations.head_history import heads_over_checkpoints
 from attndiag.explanations.head_scores import heads
 from attndiag.explanations.head_table import NotMeasurable
+from attndiag.models.known import induction_gpt2
 from attndiag.models.series import load_series
 from attndiag.reports import heads_page as module
 from attndiag.reports.figure_style import GRID
 from attndiag.reports.head_figures import (
+    draw_composition,
     draw_effect_maps,
     draw_maps,
     draw_score_against_effect,
@@ -198,3 +200,17 @@ def test_a_name_is_a_claim(offset, p, low, said):
 
 def test_measures_of_heads_leave_effects_out(table):
     assert measures_of_heads(table) == ["prefix_matching_score", "previous_token_score", "copying_score"]
+
+
+def test_composition_has_its_own_section(tmp_path):
+    table = heads(induction_gpt2().model, probes=["composition"])
+    page = save_heads(tmp_path / "out", table, about={"model": "known"})
+    text = page.page.read_text()
+    assert page.headline.startswith("Of all pairs, L1H0 reads L0H0 the most, with its keys")
+    assert 'id="figure-composition"' in text and "<td>keys</td>" in text.replace(' class="text"', "")
+    pairs = pd.read_csv(tmp_path / "out" / "pairs.csv")
+    assert pairs.iloc[0][["kind", "earlier_layer", "layer"]].tolist() == ["k", 0, 1]
+    figure = draw_composition(table)
+    shown = np.ma.filled(figure.axes[1].collections[0].get_array().reshape(2, 2), np.nan)
+    assert shown[1, 0] == pytest.approx(table["k_composition"].values[1, 0, 0, 0].item())
+    assert np.isnan(shown[0]).all() and np.isnan(shown[1, 1])
