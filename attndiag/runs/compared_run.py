@@ -34,8 +34,8 @@ class ComparedRun:
     facts : the row of the table `runs`: `run` (id), `status`, `model`, `revision`, `weights`, `dtype`, `device`,
         `kernel`, `tokenizer_hash`, `seed`, `versions`, `methods`, `replacements`, `edges`, `thresholds`, `plan` (all
         of it, as plain values), `n_prompts`, `n_failed`, `seconds`, `seconds_by_method`.
-    comparison : methods on tokens; `comparison.problems` holds what could not be measured, failed prompts with an
-        empty `method`.
+    comparison : methods on tokens; `comparison.problems` holds what could not be measured: failed prompts with an empty
+        `method`, what is asked of the model alone (`card`, `heads`, `probe induction`, ...) with an empty `prompt`.
     edges : verdicts on edges and heads; None where they were not asked for or could be measured on no prompt, with the
         reasons in `comparison.problems` (method `edges`).
     checks : one row a self-check: `check`, `prompt` (None for the model's own), `passed`, `detail`.
@@ -131,6 +131,7 @@ def assemble(
     failed = [{"prompt": one.label, "method": "", "reason": one.failure} for one in works if one.failure]
     no_edges = {one.label: one.edge_failure for one in works if one.edge_failure}
     failed += [{"prompt": label, "method": "edges", "reason": reason} for label, reason in no_edges.items()]
+    failed += [{"prompt": "", "method": name, "reason": reason} for name, reason in model.problems.items()]
     comparison = tables(compared, plan.compared, failed=failed, primary=plan.primary)
     edges = None
     if measured:

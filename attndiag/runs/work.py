@@ -112,7 +112,7 @@ def measure_model(lm: LoadedModel, plan: RunPlan) -> ModelWork:
         began = time.perf_counter()
         try:
             table = heads(lm, probes=("induction", "previous", "sink"), rows=PROBE_ROWS, seed=plan.seed)
-            problems |= {one.probe: one.reason for one in table.not_measurable}
+            problems |= {f"probe {one.probe}": one.reason for one in table.not_measurable}
             frame = table.to_frame()
             wanted = [name + beside for name in _HEAD_SCORES for beside in _BESIDE]
             columns = {name: frame[name].to_numpy() for name in ("layer", "head", *wanted) if name in frame}

@@ -13,7 +13,8 @@ from attndiag.runs import comparing
 from attndiag.runs.compared_run import read_compared_run
 
 TEXTS = ("When Mary and John went to the store", "John gave a drink to Mary", "to the store, John")
-QUICK = ["--methods", "weight,input_x_gradient", "--replacement", "uniform:draws=2", "--metrics", "none", "--no-heads"]
+FEW = ["--methods", "weight,input_x_gradient", "--replacement", "uniform:draws=2", "--metrics", "none"]
+QUICK = [*FEW, "--no-heads"]
 
 
 @pytest.fixture
@@ -49,6 +50,20 @@ def test_a_run_says_what_it_found_and_goes_on_with_more(tiny_folder: Path, promp
     assert set(facts["tokens"]) == {"weight", "input_x_gradient", "replacement[uniform(draws=2, seed=0)]"}
     assert facts["tokens"]["replacement[uniform(draws=2, seed=0)]"]["role"] == "ceiling"
     assert set(facts["edges"]) == {"weight", "head_contribution"}
+
+
+def test_heads_are_probed_once(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
+    words = ["--prompts", prompts, "-m", tiny_folder, "-o", tmp_path / "out", *FEW, "--limit", 1, "--quiet"]
+    assert run(*words).exit_code == 0
+    found = read_compared_run(tmp_path / "out")
+    assert found.heads is not None and len(found.heads) == 8
+    assert found.heads["prefix_matching_score"].between(0, 1).all()
+    # its context is too short for the texts of the other probes
+    assert {"probe previous", "probe sink"} <= set(found.comparison.problems.method)
+    model = next((tmp_path / "out" / "results").glob("model-*.parquet"))
+    written = model.stat().st_mtime_ns
+    assert run(*words, "--limit", 2).exit_code == 0
+    assert model.stat().st_mtime_ns == written
 
 
 def test_another_plan_is_refused_and_replaced_on_demand(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:

@@ -265,3 +265,15 @@ def test_bad_plans_are_refused_before_any_work(
 ) -> None:
     with pytest.raises(error, match=text):
         compare(llama_lm, PROMPTS[:1], **arguments)
+
+
+def test_results_are_plain_and_the_evidence_is_the_ceiling(llama_lm: LoadedModel) -> None:
+    found = compare(llama_lm, PROMPTS, ["weight"], replacements=["mean_embedding"], metrics=[])
+    roles = found.methods.set_index("method").role
+    assert roles.to_dict() == {"weight": "method", "replacement[mean_embedding]": "ceiling"}
+    first = found.prompts.iloc[0]
+    assert (first.text, first.target_kind, first.unit) == (PROMPTS[0].text, "logprob", "nats")
+    axis = token_axis(llama_lm, PROMPTS[0], attndiag.Target.logit_diff("w5", "w9"))
+    plain = axis.plain
+    assert (plain.kind, plain.answer, plain.foil, plain.unit) == ("logit_diff", "w5", "w9", "logits")
+    assert plain.tokens == axis.tokens and len(plain) == 7 and plain.special.tolist() == [True] + [False] * 6

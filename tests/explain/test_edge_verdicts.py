@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import attndiag
-from attndiag.comparison.edges import edge_verdicts
+from attndiag.comparison.edges import EdgePlan, edge_verdicts, judge_edges, measure_edges
 from attndiag.errors import NotApplicableError
 from attndiag.models.known import KnownModel, randomised_sink, sink_against_value
 from attndiag.models.load import LoadedModel
@@ -67,3 +67,66 @@ def test_what_cannot_be_measured_says_so(lm: LoadedModel) -> None:
     whole = attndiag.Target.continuation_logprob(" w5 w9 w13")
     with pytest.raises(NotApplicableError, match="read at 3 positions"):
         edge_verdicts(lm, "<bos> w5 w9", target=whole)
+
+
+def test_a_screen_judges_only_what_it_measured_exactly(lm: LoadedModel) -> None:
+    prompt = attndiag.Prompt("<bos> w5 w9 w13 w30 w7 w21", id="p")
+    every = measure_edges(lm, prompt, None, EdgePlan(("weight",), "all"))
+    some = measure_edges(lm, prompt, None, EdgePlan(("weight",), "screen", most=10))
+    assert (every.extent, some.extent) == ("all", "screen")
+    measured = np.isfinite(some.effect)
+    assert measured.sum() == 10 and every.present.sum() == some.present.sum() == 2 * 4 * 7
+    np.testing.assert_allclose(some.effect[measured], every.effect[measured], atol=1e-9)
+    assert every.estimate is not None and some.estimate is not None
+    np.testing.assert_array_equal(every.estimate, some.estimate)
+    # half by the size of the estimate, the rest by the share of the row
+    strongest = np.argsort(-np.abs(every.estimate), axis=None, kind="stable")[:5]
+    assert measured.flat[strongest].all()
+    share = every.scores["weight"] / every.scores["weight"].sum(axis=1, keepdims=True)
+    others = share.copy()
+    others.flat[strongest] = -1
+    heaviest = np.argsort(-others, axis=None, kind="stable")[:5]
+    assert measured.flat[heaviest].all()
+    found = judge_edges([some])
+    judged = found.judged["weight"]
+    assert ((judged.verdict != "") == measured).all()
+    np.testing.assert_allclose(np.nansum(judged.share, axis=1), 1.0)
+    assert len(found.edges("weight")) == 10
+    assert found.measured_share == pytest.approx(10 / 56)
+    # a head of which an edge is missing has no verdict
+    rows = found.head_rows("weight").set_index(["layer", "head"])
+    partial = rows[~found.complete]
+    assert len(partial) and set(partial.verdict) == {"undefined"}
+    assert partial.reason.str.contains("of 7 edges were measured exactly").all()
+
+
+def test_many_edges_are_screened_unless_all_are_asked_for(lm: LoadedModel) -> None:
+    prompt = attndiag.Prompt("<bos> w5 w9 w13", id="p")
+    assert measure_edges(lm, prompt, None, EdgePlan(limit=32)).extent == "all"
+    few = measure_edges(lm, prompt, None, EdgePlan(limit=31, most=6))
+    assert few.extent == "screen" and np.isfinite(few.effect).sum() == 6
+    everything = judge_edges([measure_edges(lm, prompt, None, EdgePlan(extent="all", limit=1))])
+    assert everything.complete.all() and everything.measured_share == 1.0
+
+
+def test_whole_heads_are_measured_on_demand() -> None:
+    lm, prompt = loaded(sink_against_value())
+    found = measure_edges(lm, prompt, TARGET, EdgePlan(whole_heads=True))
+    assert found.head_effect is not None and found.head_effect.shape == (2,)
+    # one layer, and the target is read at the last query: a head is worth its edges together
+    np.testing.assert_allclose(found.head_effect, np.nansum(found.effect, axis=1), atol=1e-4)
+    assert np.isnan(judge_edges([measure_edges(lm, prompt, TARGET)]).head_effects).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"methods": ("contribution",)}, "expected some of weight"),
+        ({"extent": "few"}, "extent is 'few'"),
+        ({"most": 1}, "most is 1"),
+        ({"mode": "zero"}, "mode is 'zero'"),
+    ],
+)
+def test_edge_plans_that_cannot_be(given: dict, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        EdgePlan(**given)

@@ -375,7 +375,10 @@ def test_facts_checks_heads_and_tables(lm: LoadedModel, tmp_path: Path) -> None:
     assert heads is not None and heads["head"].tolist() == [0, 1]
     # weights mislead on head 0 of this model, and on no prompt on head 1
     assert heads["weight_misleads"].tolist() == [1.0, 0.0]
-    assert (heads["mean_edge_effect"] > 0).all() and "prefix_matching_score" in heads
+    assert (heads["mean_edge_effect"] > 0).all()
+    # eight words are too few for a probe of random tokens, and none of English
+    reasons = found.comparison.problems.set_index("method").reason
+    assert "the tokenizer cannot read" in reasons["probe previous"] and "probe induction" in reasons
     ceiling = found.comparison.methods.set_index("method").role
     assert ceiling["replacement[uniform(draws=3, seed=0)]"] == "ceiling" and ceiling["weight"] == "method"
     columns = pd.read_csv(tmp_path / "tables" / "columns.csv")
