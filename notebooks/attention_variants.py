@@ -107,12 +107,13 @@ facts = [
     }
     for form, card in cards.items() for layer in card.layers
 ]  # fmt: skip
-shown(pd.DataFrame(facts).set_index(["form", "layer"]), {})
+shown(pd.DataFrame(facts, dtype=object).set_index(["form", "layer"]), {})
 
 # %% [markdown]
 # ## What each costs
 #
-# Cache: bytes for every further token, and bytes of state that do not grow (float32, two layers). FLOPs: matrix products
+# Cache: bytes for every further token while no window is full, and bytes of state that do not grow (float32, both layers
+# together). FLOPs: matrix products
 # of the token-mixing modules, per token and layer, on 64 and on 256 tokens. A softmax pays for every key, so its cost per
 # token grows with length; a recurrence does not, apart from chunks.
 #
@@ -148,7 +149,7 @@ costs
 # $T_{ij} = \sum_h A_{ij}^h v_j^h W_O^h$, and the contribution of key j is $\lVert T_{ij} \rVert$. Shared keys, latent
 # caches, windows and soft-caps change how A and v come about and leave this sum alone. Sinks let rows of A sum to less
 # than 1. An output gate multiplies z before $W_O$ and depends on the query: each T is gated by its own query, so the fast
-# form is not valid and the direct one is used. The column *misses* is how far the parts are from the module's real output,
+# form is not valid there. Here all parts are summed one by one. The column *misses* is how far the parts are from the module's real output,
 # relative to its size; *other top key*: queries for which the key with the largest weight (mean over heads) is not the
 # one that writes most.
 
@@ -160,12 +161,11 @@ for form, model in models.items():
     with torch.no_grad(), ad.capture(model) as captured:
         model(ids)
     for call in captured.calls:
-        weight, contribution = ad.contributions(call, "weight"), ad.contributions(call, "contribution")
+        weight, contribution = ad.contributions(call, "weight"), ad.contributions(call, "contribution", "reference")
         mean = weight.values.mean(1)
         meaning.append({
             "form": form, "layer": call.layer, "verified": contribution.verified,
             "misses": contribution.checks["completeness_error"],
-            "computed by": contribution.provenance["backend"],
             "row sum of A": mean.sum(-1).mean().item(),
             "other top key": (mean.argmax(-1) != contribution.values.argmax(-1)).float().mean().item(),
             "tanh bound": call.softcap,
@@ -205,7 +205,8 @@ shown(implied, {
 # %%
 with torch.no_grad(), ad.capture(models["multi-head"]) as captured:
     models["multi-head"](ids[:, :24])
-pictures = {"multi-head (softmax)": captured.calls[0].pattern[0, 0]} | {f: m.head_map[0, 0] for f, m in maps.items()}
+pictures = {"softmax": captured.calls[0].pattern[0, 0]}
+pictures |= {form.removeprefix("gated output, "): each.head_map[0, 0] for form, each in maps.items()}
 with style():
     figure, axes = plt.subplots(1, len(pictures), figsize=(9.2, 2.5), layout="constrained")
     for ax, (form, picture) in zip(axes, pictures.items(), strict=True):
