@@ -1,20 +1,17 @@
-"""One prompt, every head: weight and contribution maps in a page that needs nothing but itself.
+"""One prompt, every head: what is read, what is written, what it does, in a page that needs nothing but itself.
 
-Steps: one forward under capture, a layer at a time; for each call the pattern, each head's row shares of
-A_ij ||f_j|| and the layer's row shares of ||T_ij||, as bytes; deflate and base64; a canvas draws the map of the chosen
-layer and head, and the token strip shows one query's row in full.
+Steps: one forward under capture, a layer at a time (`view_maps`); the first-order effect of every edge on the target
+(A_ij dm/dA_ij, one backward), and the exact effects of the last query's edges where asked for; token methods side by
+side; everything as bytes, deflated (`view_pack`); canvases draw the maps of the chosen layer and head.
 
-A byte holds the square root of a number in [0, 1]: steps are finest near 0, at most .004 near 1. Above 256 tokens the
-page keeps the last 256 queries and keys and key 0, and says how much of a row lies outside. Whole layers are left out,
-those with the smallest difference first, when the page would pass its budget.
+Above 256 tokens the maps are a window with an overview, and first-order effects and token methods are left out: the
+page says so.
 """
 
 from __future__ import annotations
 
-import base64
 import warnings
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
@@ -24,103 +21,103 @@ from numpy.typing import NDArray
 
 from attndiag.core.dispatch import require_memory
 from attndiag.errors import AttnDiagError, UnsupportedModelError
-from attndiag.explanations.contributions import contributions
 from attndiag.hooks.capture_context import capture
 from attndiag.prompts import Prompt
-from attndiag.reports.html import BUDGET, asset, notebook_frame, render, script_data
-from attndiag.reports.token_text import visible
+from attndiag.reports.html import notebook_frame
+from attndiag.reports.view_maps import MOST_BLOCKS, MOST_TOKENS, LayerMaps, Window, maps_of, window_of
+from attndiag.reports.view_tokens import TokenRow, token_rows
 from attndiag.runs.folder import explained, write_atomically
 
 if TYPE_CHECKING:
+    from attndiag.explanations.replacement import Replacement
     from attndiag.hooks.record import AttentionCall
     from attndiag.models.encoding import Encoded
     from attndiag.models.load import LoadedModel
+    from attndiag.prompts import Target
 
 Progress = Callable[[str, int, int], None]
-MOST_TOKENS = 256
-# of the budget, what maps may take: base64 adds a third, the rest of the page needs some 100 kB
-_MAP_BYTES = (BUDGET - 2**18) * 3 // 4
+Array = NDArray[np.float64]
+# read off the model in one forward or two
+METHODS = ("weight", "contribution", "rollout", "input_x_gradient")
 
 
 @dataclass(frozen=True, eq=False)
-class LayerMaps:
-    """The maps of one attention call, as shares in [0, 1].
+class EdgeNumbers:
+    """Effects of edges on the target.
 
     Parameters
     ----------
-    label, kind : of the layer.
-    weight : [head, query, key], the pattern.
-    written : [head, query, key], row shares of A_ij ||f_j||; None where contributions are not defined.
-    together : [query, key], row shares of ||T_ij||; None likewise.
-    row_written, row_together : [head, query] and [query], what the shares are shares of, in residual norm.
-    certified : whether the call's certificate and completeness hold.
-    note : why something is missing, or which check failed.
+    first_order : [layer, head, query, key] A dm/dA, nan where there is no edge; None where not made.
+    exact : [layer, head, key] effects of removing the edges of `query`, nan where not measured; None likewise.
+    query : position at which the target is read.
+    layers : numbers of the layers.
+    target, unit, m : what the effects are about.
+    note : why something is missing.
     """
 
-    label: str
-    kind: str
-    weight: NDArray[np.float32]
-    written: NDArray[np.float32] | None
-    together: NDArray[np.float32] | None
-    row_written: NDArray[np.float32] | None
-    row_together: NDArray[np.float32] | None
-    certified: bool
+    first_order: Array | None
+    exact: Array | None
+    query: int
+    layers: tuple[int, ...]
+    target: str
+    unit: str
+    m: float
     note: str = ""
-
-    @property
-    def difference(self) -> float:
-        """Mean over rows of the total variation distance of weight and head contribution; 0 without contributions."""
-        if self.written is None:
-            return 0.0
-        return float(np.nan_to_num(np.abs(self.weight - self.written)).sum(-1).mean() / 2)
 
 
 @dataclass(frozen=True, eq=False)
 class PromptView:
-    """Weight and contribution maps of one prompt; shows itself in a notebook, saves itself as a page or figure."""
+    """Maps, effects and token methods of one prompt; shows itself in a notebook, saves itself as a page or figure.
+
+    Parameters
+    ----------
+    prompt : what was read.
+    tokens, key_tokens : texts of all queries and keys.
+    layers : maps over `window`.
+    window : which queries and keys the maps hold.
+    about : facts for the page.
+    edges : effects of edges; None where the model has no target.
+    rows : token methods.
+    notes : what was left out, and why.
+    """
 
     prompt: Prompt
     tokens: tuple[str, ...]
     key_tokens: tuple[str, ...]
     layers: tuple[LayerMaps, ...]
+    window: Window
     about: dict[str, str]
+    edges: EdgeNumbers | None = None
+    rows: tuple[TokenRow, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The text, shortened: never an id that somebody made up."""
+        from attndiag.reports.view_page import title_of
+
+        return title_of(self)
+
+    def effects_of(self, index: int) -> Array | None:
+        """[head, query, key] of `layers[index]`: first-order effects, with exact ones on the row that has them."""
+        layer, edges = self.layers[index], self.edges
+        if edges is None or layer.kind != "self" or layer.layer not in edges.layers:
+            return None
+        place = edges.layers.index(layer.layer)
+        found = np.full(layer.weight.shape, np.nan)
+        if edges.first_order is not None and edges.first_order.shape[1:] == layer.weight.shape:
+            found = edges.first_order[place].copy()
+        if edges.exact is not None and edges.query in self.window.queries:
+            row = int(np.flatnonzero(self.window.queries == edges.query)[0])
+            exact = edges.exact[place][:, self.window.keys]
+            found[:, row] = np.where(np.isfinite(exact), exact, found[:, row])
+        return found if np.isfinite(found).any() else None
 
     def to_html(self) -> str:
         """The page: at most 8 MB, loads nothing."""
-        kept = self._layers_within_budget()
-        window = _window(len(self.tokens), len(self.key_tokens))
-        data = {
-            "queries": window.queries.tolist(),
-            "keys": window.keys.tolist(),
-            "queryTokens": [visible(self.tokens[i]) for i in window.queries],
-            "keyTokens": [visible(self.key_tokens[j]) for j in window.keys],
-            "layers": [_packed(layer, window) for layer in kept],
-            # opens where the two differ most
-            "start": max(range(len(kept)), key=lambda index: kept[index].difference),
-        }
-        omitted = []
-        if len(kept) < len(self.layers):
-            names = ", ".join(layer.label for layer in self.layers if layer not in kept)
-            omitted.append(f"Layers {names} are left out to keep the page below 8 MB.")
-        if window.cut:
-            omitted.append(
-                f"The text has {len(self.tokens)} tokens; the last {len(window.queries)} queries are here, with their "
-                f"last {len(window.keys) - 1} keys and key 0. What a row gives to other keys is shown as a number."
-            )
-        uncertified = [layer.label for layer in self.layers if not layer.certified]
-        return render(
-            "prompt_view.html.j2",
-            title=visible(self.prompt.id or "prompt", mark_spaces=False),
-            about=self.about,
-            omitted=omitted,
-            n_layers=len(self.layers),
-            uncertified=uncertified,
-            data=script_data(data),
-            base_css=asset("base.css"),
-            base_js=asset("base.js"),
-            view_css=asset("prompt_view.css"),
-            view_js=asset("prompt_view.js"),
-        )
+        from attndiag.reports.view_page import view_page
+
+        return view_page(self)
 
     def save(self, path: str | Path, *, layer: int | None = None) -> Path:
         """Write `x.html` (everything), or `x.png`, `x.svg`, `x.pdf` (one layer: weight and contribution, heads joined).
@@ -162,41 +159,41 @@ class PromptView:
             write_atomically(path, fill)
 
     def _repr_html_(self) -> str:
-        return notebook_frame(self.to_html(), "attention weight and contribution", height=720)
+        return notebook_frame(self.to_html(), "attention weight, contribution and effect", height=760)
 
-    def _layers_within_budget(self) -> list[LayerMaps]:
-        """As many layers as fit, those with the largest difference first, in their own order."""
-        window = _window(len(self.tokens), len(self.key_tokens))
-        room = _MAP_BYTES
-        kept: set[int] = set()
-        for index in sorted(range(len(self.layers)), key=lambda i: -self.layers[i].difference):
-            size = sum(len(part) for part in _compressed(self.layers[index], window).values()) * 3 // 4
-            if size <= room or not kept:
-                kept.add(index)
-                room -= size
-        return [layer for index, layer in enumerate(self.layers) if index in kept]
+    def __repr__(self) -> str:
+        return f"PromptView({self.title!r}: {len(self.tokens)} tokens, {len(self.layers)} layers)"
 
 
 def view_prompt(
     lm: LoadedModel,
     prompt: Prompt | str,
     *,
+    target: Target | None = None,
+    methods: Sequence[str] = METHODS,
+    replacements: Sequence[Replacement | str] = (),
+    exact_effects: bool = False,
     backend: Literal["auto", "reference"] = "auto",
     progress: Progress | None = None,
 ) -> PromptView:
-    """Capture one prompt and keep the maps of every head.
+    """Capture one prompt and keep the maps of every head, with what its edges and tokens do for the target.
 
     Parameters
     ----------
     lm : from `attndiag.load`.
     prompt : what the model reads.
+    target : what effects are about; the prompt's own, or the log-probability of the model's top-1, when None.
+    methods : token methods shown side by side, as in `attndiag.compare`; one that does not fit is noted on the page.
+    replacements : the same by replacing each token.
+    exact_effects : also remove every edge of the query at which the target is read (a restarted forward for each).
     backend : of `attndiag.contributions`.
-    progress : called with (what is being done, layers done, 0: the number of layers is not known before).
+    progress : called with (what is being done, steps done, 0: the number of steps is not known before).
 
     Raises
     ------
     PromptError : the prompt is empty or too long for the model.
     UnsupportedModelError : the model has no attention that could be captured.
+    InsufficientMemoryError : the maps would not fit.
     """
     prompt = Prompt(prompt) if isinstance(prompt, str) else prompt
     encoded = lm.encode(prompt)
@@ -205,23 +202,88 @@ def view_prompt(
 
     def keep(call: AttentionCall) -> None:
         # queries of the view are those of the side that the model writes on
-        layers.append(_maps(call, len(layers), backend))
+        layers.append(maps_of(call, len(layers), backend))
         if progress is not None:
             progress("measuring", len(layers), 0)
 
     with capture(lm, on_call=keep):
         lm.run(encoded.inputs)
-    queries, keys = _axes(encoded, layers)
-    layers = [layer for layer in layers if layer.weight.shape[1:] == (len(queries), len(keys))]
+    side = encoded.tokens[0] if encoded.decoder is None else encoded.decoder.tokens[0]
+    window = window_of(len(side), len(side))
+    shape = (len(window.queries), len(window.keys))
+    fitting = tuple(layer for layer in layers if layer.weight.shape[1:] == shape)
+    if not fitting:
+        shapes = sorted({layer.weight.shape[1:] for layer in layers})
+        raise UnsupportedModelError(f"no attention call is {len(side)} tokens by {len(side)}; the calls are {shapes}")
+    notes: list[str] = []
+    edges, rows = None, ()
+    if progress is not None:
+        progress("effects and token methods", 0, 0)
+    edges, why = _edges(lm, prompt, target, exact=exact_effects, first_order=not window.cut)
+    notes += [why] if why else []
+    if window.cut:
+        notes.append(
+            f"First-order effects and token methods keep maps of all {len(side)} tokens, so they are left out above "
+            f"{MOST_TOKENS}; attndiag.explain and attndiag.compare give them as tables."
+        )
+    else:
+        rows, problems = token_rows(lm, prompt, target, methods, replacements)
+        notes += problems
     info = lm.info
     about = {
         "model": f"{info.name} ({info.architecture})",
         "revision": info.revision or "not pinned",
         "computed": f"{info.dtype} on {info.device}, {info.attn_implementation}",
-        "tokens": str(len(queries)),
-        "certified": f"{sum(layer.certified for layer in layers)} of {len(layers)} layers",
+        "tokens": str(len(side)),
+        "certified": f"{sum(layer.certified for layer in fitting)} of {len(fitting)} layers",
     }
-    return PromptView(prompt, queries, keys, tuple(layers), about)
+    if edges is not None:
+        about["target"] = f"{edges.target}: m = {edges.m:.4g} {edges.unit}, read at position {edges.query}"
+    return PromptView(prompt, side, side, fitting, window, about, edges, rows, tuple(notes))
+
+
+def _edges(
+    lm: LoadedModel, prompt: Prompt, target: Target | None, *, exact: bool, first_order: bool
+) -> tuple[EdgeNumbers | None, str]:
+    """Effects of edges on the target, and why something is missing."""
+    from attndiag.catalog import explain
+    from attndiag.comparison.axis import token_axis
+    from attndiag.explanations.edge_truth import edge_effects
+    from attndiag.explanations.target import score
+
+    try:
+        axis = token_axis(lm, prompt, target)
+        m = float(score(lm, prompt, axis.resolved).values[0])
+    except AttnDiagError as error:
+        return None, f"No effects: {' '.join(str(error).split())}"
+    if len(axis.queries) != 1:
+        return None, "No effects: the target is read at several positions."
+    fixed, plain = axis.resolved.targets[0], axis.plain
+    said = plain.kind.replace("_", " ") + (f" of {plain.answer!r}" if plain.answer else "")
+    said += f" against {plain.foil!r}" if plain.foil else ""
+    table = measured = None
+    layers: tuple[int, ...] = ()
+    why: list[str] = []
+    if first_order:
+        try:
+            found = explain(lm, prompt, fixed, method="pattern_attribution")
+            table = found.numpy().astype(np.float64)
+            layers = tuple(int(layer) for layer in found.labels["layer"])
+        except AttnDiagError as error:
+            why.append(f"No first-order effects: {' '.join(str(error).split())}")
+    if exact:
+        try:
+            found = edge_effects(lm, prompt, fixed, queries=list(axis.queries))
+            measured = found.numpy().astype(np.float64)[:, :, axis.queries[0]]
+            mine = tuple(int(layer) for layer in found.labels["layer"])
+            if layers not in ((), mine):
+                table = None
+            layers = mine
+        except AttnDiagError as error:
+            why.append(f"No exact effects: {' '.join(str(error).split())}")
+    note = " ".join(why)
+    numbers = EdgeNumbers(table, measured, axis.queries[0], layers, said, axis.resolved.unit, m, note)
+    return numbers, note
 
 
 def _require_memory_for_maps(lm: LoadedModel, encoded: Encoded) -> None:
@@ -229,100 +291,13 @@ def _require_memory_for_maps(lm: LoadedModel, encoded: Encoded) -> None:
     config, length = lm.config, int(encoded.lengths.max())
     layers, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
     if isinstance(layers, int) and isinstance(heads, int):
-        # kept: weight and head contribution of each head, contribution of the layer; at work: one call in float64 too
-        maps = layers * (2 * heads + 1) + 16 * heads
+        # kept: weight and head contribution of each head, contribution of the layer, of the window and pooled
+        side = min(length, MOST_TOKENS)
+        kept = layers * (2 * heads + 1) * (side * side + (MOST_BLOCKS**2 if length > MOST_TOKENS else 0))
+        # at work: one call, in float64 too; of a long text, a block of its rows
+        at_work = 16 * heads * side * length
         remedy = f"the text has {length} tokens, and every map is kept; shorten it, or take attndiag.top_contributions"
-        require_memory(4 * maps * length * length, None, lm.device, remedy)
-
-
-def _axes(encoded: Encoded, layers: list[LayerMaps]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Token texts of the axes that most calls have: the decoder's for an encoder-decoder, else the input's."""
-    side = encoded.tokens[0] if encoded.decoder is None else encoded.decoder.tokens[0]
-    if not any(layer.weight.shape[1:] == (len(side), len(side)) for layer in layers):
-        shapes = sorted({layer.weight.shape[1:] for layer in layers})
-        raise UnsupportedModelError(f"no attention call is {len(side)} tokens by {len(side)}; the calls are {shapes}")
-    return side, side
-
-
-def _maps(call: AttentionCall, index: int, backend: Literal["auto", "reference"]) -> LayerMaps:
-    label = str(index) if call.layer is None else str(call.layer)
-    weight = contributions(call, "weight")
-    failures = list(weight.failures)
-    written = together = row_written = row_together = None
-    if call.output is None:
-        failures_of_parts: list[str] = []
-        note = call.output_reason
-    else:
-        by_head = contributions(call, "head_contribution", backend=backend)
-        by_layer = contributions(call, "contribution", backend=backend)
-        failures_of_parts = [*by_head.failures, *by_layer.failures]
-        written, row_written = _row_shares(by_head.values[0].float().cpu().numpy())
-        together, row_together = _row_shares(by_layer.values[0].float().cpu().numpy())
-        note = ""
-    failures = list(dict.fromkeys([*failures, *failures_of_parts]))
-    return LayerMaps(
-        label=label if call.kind == "self" else f"{label} cross",
-        kind=call.kind,
-        weight=weight.values[0].float().cpu().numpy(),
-        written=written,
-        together=together,
-        row_written=row_written,
-        row_together=row_together,
-        certified=not failures,
-        note="; ".join([*failures, *([note] if note else [])]),
-    )
-
-
-def _row_shares(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    total = values.sum(axis=-1)
-    shares = np.divide(values, total[..., None], out=np.zeros_like(values), where=total[..., None] > 0)
-    return shares, total
-
-
-@dataclass(frozen=True, eq=False)
-class _Window:
-    """Which queries and keys are shown."""
-
-    queries: NDArray[np.int64]
-    keys: NDArray[np.int64]
-    cut: bool
-
-
-def _window(n_queries: int, n_keys: int) -> _Window:
-    if max(n_queries, n_keys) <= MOST_TOKENS:
-        return _Window(np.arange(n_queries), np.arange(n_keys), False)
-    queries = np.arange(max(0, n_queries - MOST_TOKENS), n_queries)
-    keys = np.concatenate([[0], np.arange(max(1, n_keys - MOST_TOKENS + 1), n_keys)])
-    return _Window(queries, keys, True)
-
-
-def _compressed(layer: LayerMaps, window: _Window) -> dict[str, str]:
-    rows, columns = window.queries, window.keys
-    maps = {"weight": layer.weight, "written": layer.written, "together": layer.together}
-    return {
-        name: _base64(np.round(255 * np.sqrt(np.clip(m[..., rows, :][..., columns], 0, 1))).astype(np.uint8))
-        for name, m in maps.items()
-        if m is not None
-    }
-
-
-def _packed(layer: LayerMaps, window: _Window) -> dict[str, Any]:
-    """A layer for the page: maps as bytes, row totals as float32."""
-    packed: dict[str, Any] = {
-        "label": layer.label,
-        "heads": int(layer.weight.shape[0]),
-        "certified": layer.certified,
-        "note": layer.note,
-        **_compressed(layer, window),
-    }
-    if layer.row_written is not None and layer.row_together is not None:
-        packed["rowWritten"] = _base64(layer.row_written[:, window.queries].astype("<f4"))
-        packed["rowTogether"] = _base64(layer.row_together[window.queries].astype("<f4"))
-    return packed
-
-
-def _base64(array: NDArray[Any]) -> str:
-    return base64.b64encode(zlib.compress(np.ascontiguousarray(array).tobytes(), 9)).decode("ascii")
+        require_memory(4 * (kept + at_work), None, lm.device, remedy)
 
 
 def require_saveable(path: Path) -> str:
@@ -331,3 +306,27 @@ def require_saveable(path: Path) -> str:
     if kind not in ("html", "png", "svg", "pdf"):
         raise AttnDiagError(f"{path} has the suffix {path.suffix!r}; expected .html, .png, .svg or .pdf")
     return kind
+
+
+def with_run(view: PromptView, rows: Sequence[TokenRow], edges: EdgeNumbers | None, run: str) -> PromptView:
+    """The view of a prompt of a compared run: its methods and its exact effects beside the maps."""
+    from dataclasses import replace
+
+    own = view.edges
+    if edges is not None and own is not None and own.layers == edges.layers:
+        edges = replace(edges, first_order=own.first_order)
+    about = {**view.about, "methods and exact effects": f"of run {run}"}
+    return replace(view, rows=tuple(rows), edges=edges if edges is not None else own, about=about)
+
+
+def facts_of(view: PromptView) -> dict[str, Any]:
+    """What the command says of a view."""
+    return {
+        "prompt": view.prompt.id,
+        "title": view.title,
+        "tokens": len(view.tokens),
+        "layers": len(view.layers),
+        "methods": [row.name for row in view.rows],
+        "uncertified_layers": [each.label for each in view.layers if not each.certified],
+        "notes": list(view.notes),
+    }
