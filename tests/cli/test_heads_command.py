@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from attndiag.cli import app
+from attndiag.models.known import induction_gpt2
 from attndiag.models.series import load_series
 
 
@@ -57,12 +58,12 @@ def test_a_relation_of_the_shipped_prompts(tiny_folder: Path, tmp_path: Path) ->
 
 def test_heads_by_another_score_and_pairs_of_heads(tiny_folder: Path, tmp_path: Path) -> None:
     words = ["-m", str(tiny_folder), "--device", "cpu", "-o", str(tmp_path / "out"), "--rows", "2", "--length", "8"]
-    done = heads(*words, "--probe", "induction,previous", "--ablate", "2", "--ablate-by", "previous_token")
+    done = heads(*words, "--probe", "induction,duplicate", "--ablate", "2", "--ablate-by", "duplicate_token")
     assert done.exit_code == 0, done.output
     frame = pd.read_csv(tmp_path / "out" / "heads.csv")
     chosen = frame[frame["ablation_effect"].notna()]
-    assert sorted(chosen["previous_token_score"]) == sorted(frame["previous_token_score"])[-2:]
-    assert "come first by previous token" in (tmp_path / "out" / "heads.html").read_text()
+    assert sorted(chosen["duplicate_token_score"]) == sorted(frame["duplicate_token_score"])[-2:]
+    assert "come first by duplicate token" in (tmp_path / "out" / "heads.html").read_text()
     done = heads(*words, "--composition", "--overwrite")
     assert done.exit_code == 0, done.output
     assert len(pd.read_parquet(tmp_path / "out" / "pairs.parquet")) == 3 * 16
@@ -70,10 +71,11 @@ def test_heads_by_another_score_and_pairs_of_heads(tiny_folder: Path, tmp_path: 
 
 
 def test_a_list_of_checkpoints(tmp_path: Path) -> None:
-    series = load_series()
+    series, words_of = load_series(), induction_gpt2().tokenizer
     places = []
     for step in (100, 900):
         series.at(step).save_pretrained(tmp_path / f"checkpoint-{step}")
+        words_of.save_pretrained(tmp_path / f"checkpoint-{step}")
         places += ["--checkpoints", str(tmp_path / f"checkpoint-{step}")]
     words = ["--device", "cpu", "--rows", "4", "--length", "20", "--ablate", "1"]
     done = heads(*places, *words, "-o", str(tmp_path / "out"))
@@ -84,6 +86,7 @@ def test_a_list_of_checkpoints(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "heads.html").is_file()
     # another architecture under the name of a later step
     load_series("control").at(900).save_pretrained(tmp_path / "checkpoint-901")
+    words_of.save_pretrained(tmp_path / "checkpoint-901")
     mixed = heads(*places, "--checkpoints", str(tmp_path / "checkpoint-901"), *words, "-o", str(tmp_path / "mixed"))
     assert mixed.exit_code == 2 and "a history needs checkpoints of one run" in mixed.stderr
     gone = heads("-m", str(tmp_path / "checkpoint-100"), "--revisions", "step1,step2", "-o", str(tmp_path / "gone"))
