@@ -170,6 +170,7 @@ def _measure(
                 n_skipped=n_skipped,
                 overwrite=overwrite,
                 progress=bar,
+                remark=lambda text: remark(text, quiet=quiet),
             )
     except KeyboardInterrupt as error:
         remark(f"interrupted: {_kept(output)}")

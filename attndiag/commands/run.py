@@ -54,6 +54,10 @@ def run(
         list[str] | None,
         _option("--metrics", panel=COMPARISON, help="Faithfulness metrics with commas, or none."),
     ] = None,
+    own: Annotated[
+        Path | None,
+        _option("--own", panel=COMPARISON, metavar="FILE", help="Scores made elsewhere: .csv, .parquet or .jsonl."),
+    ] = None,
     primary: Annotated[
         str | None, _option("--primary", panel=COMPARISON, metavar="A,B", help="The pair that is the main question.")
     ] = None,
@@ -125,6 +129,7 @@ def run(
             "methods": _names(methods),
             "replacements": tuple(replacements) if replacements else None,
             "metrics": _names(metrics),
+            "own": own,
             "primary": _names([primary]) if primary else None,
             "edges": "none" if edges is False else edge_extent or ("auto" if edges else None),
             "heads": heads,
@@ -144,10 +149,11 @@ def run(
         },
     )
     # cheap things first: a wrong plan or prompt file should not wait for the model
-    plan = _plan(chosen)
     batch, n_skipped = _read(chosen, quiet)
+    scores = _own(chosen, batch)
+    plan = _plan(chosen, tuple(scores))
     RunFolder.require_place(chosen.output)
-    _finish(_measure(chosen, plan, batch, n_skipped, quiet), json=json, quiet=quiet, n_skipped=n_skipped)
+    _finish(_measure(chosen, plan, batch, scores, n_skipped, quiet), json=json, quiet=quiet, n_skipped=n_skipped)
 
 
 def _names(values: list[str] | None) -> tuple[str, ...] | None:
@@ -158,7 +164,16 @@ def _names(values: list[str] | None) -> tuple[str, ...] | None:
     return () if found == ("none",) else found
 
 
-def _plan(config: RunConfig) -> RunPlan:
+def _own(config: RunConfig, batch: list[Prompt]) -> dict[str, list[Any]]:
+    """Scores made elsewhere, by name; none without a file."""
+    if config.own is None:
+        return {}
+    from attndiag.commands.own_scores import read_own_scores
+
+    return read_own_scores(config.own, batch)
+
+
+def _plan(config: RunConfig, own: tuple[str, ...]) -> RunPlan:
     from dataclasses import replace
 
     from attndiag.runs.config import ConfigError
@@ -175,6 +190,7 @@ def _plan(config: RunConfig) -> RunPlan:
             edges=None if config.edges == "none" else config.edges,
             heads=config.heads,
             primary=config.primary,
+            own=own,
             deep=config.deep,
             seed=config.seed,
         )
@@ -216,7 +232,14 @@ def _read(config: RunConfig, quiet: bool) -> tuple[list[Prompt], int]:
     return batch[: config.limit], n_skipped
 
 
-def _measure(config: RunConfig, plan: RunPlan, batch: list[Prompt], n_skipped: int, quiet: bool) -> ComparedRun:
+def _measure(
+    config: RunConfig,
+    plan: RunPlan,
+    batch: list[Prompt],
+    own: dict[str, list[Any]],
+    n_skipped: int,
+    quiet: bool,
+) -> ComparedRun:
     from attndiag.models.load import load
     from attndiag.runs.comparing import run as compare_prompts
     from attndiag.runs.prompt_files import SHIPPED
@@ -242,6 +265,7 @@ def _measure(config: RunConfig, plan: RunPlan, batch: list[Prompt], n_skipped: i
                 lm,
                 batch,
                 plan=plan,
+                own=own,
                 output=config.output,
                 overwrite=config.overwrite,
                 about={

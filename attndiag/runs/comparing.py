@@ -149,6 +149,10 @@ def run(
         }
         works = _found(folder, keys, say)
         if folder is not None:
+            before = folder.about
+            if before["run"] == facts["run"]:
+                # the same run goes on: it began when it began
+                facts["created"] = before["facts"]["created"]
             folder.mark(marker, finished=False)
             others = folder.strangers([*keys, f"model-{model_key}"])
             if others:
