@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from attndiag.comparison.axis import token_axis
 from attndiag.comparison.methods import reason_of
 from attndiag.comparison.one_prompt import check_task
+from attndiag.comparison.redundant_edges import redundant_edges
 from attndiag.errors import AttnDiagError, NotApplicableError, UnsupportedModelError
 from attndiag.explanations.edge_estimators import edge_estimates
 from attndiag.explanations.edge_truth import Edge, Mode, edge_effects
@@ -59,6 +60,8 @@ class EdgePlan:
     layers : all when None.
     mode : `"remove"` or `"renormalize"`, see `attndiag.edge_effects`.
     whole_heads : also measure what each whole head is worth.
+    stand_ins : edges to one key, without an effect of their own, that are also removed together, to tell redundant ones
+        from idle ones; below 2 none are.
     """
 
     methods: tuple[str, ...] = ("weight", "head_contribution")
@@ -68,6 +71,7 @@ class EdgePlan:
     layers: tuple[int, ...] | None = None
     mode: Mode = "remove"
     whole_heads: bool = False
+    stand_ins: int = 4
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.methods if name not in EDGE_METHODS]
@@ -227,6 +231,7 @@ class EdgeResult:
     extent : what was measured, `"all"` or `"screen"`.
     route, restart_error : how, and the error of a restarted unedited run relative to the spread of the logits.
     seconds : what was done -> wall time; of no influence on any other number.
+    redundant : [row, key] edges that stand in for each other; None where that was not asked for.
     """
 
     label: str
@@ -247,6 +252,7 @@ class EdgeResult:
     route: str
     restart_error: float | None
     seconds: Mapping[str, float] = field(default_factory=dict)
+    redundant: Mask | None = None
 
 
 def measure_edges(
@@ -310,6 +316,24 @@ def measure_edges(
     cluster = prompt.cluster or axis.label
     present = np.isfinite(effect if chosen is None or estimate is None else estimate)
     width = len(axis)
+    redundant = None
+    if plan.stand_ins >= 2:
+        began = time.perf_counter()
+        redundant = redundant_edges(
+            lm,
+            prompt,
+            axis.resolved,
+            rows=[(layer, head) for layer in numbers for head in range(shape[1])],
+            query=query,
+            effect=effect.reshape(-1, width),
+            scores={name: table.reshape(-1, width) for name, table in tables.items()},
+            present=present.reshape(-1, width),
+            m=float(measured.values[0]),
+            floor=floor,
+            mode=plan.mode,
+            most=plan.stand_ins,
+        )
+        seconds["edges together"] = time.perf_counter() - began
     return EdgeResult(
         label=axis.label,
         tokens=axis.tokens,
@@ -329,6 +353,7 @@ def measure_edges(
         route=str(effects.provenance["route"]),
         restart_error=effects.checks["restart_error"],
         seconds=seconds,
+        redundant=redundant,
     )
 
 
@@ -429,6 +454,9 @@ def _judge(measured: Sequence[EdgeResult], method: str, thresholds: Thresholds |
         admissible=there,
         task=task,
         failed_checks=failed,
+        redundant=_stacked(
+            [np.zeros(one.effect.shape, bool) if one.redundant is None else one.redundant for one in measured], False
+        ),
         thresholds=thresholds,
     )
     # an edge that was only estimated takes part in the shares of its row, and gets no verdict
