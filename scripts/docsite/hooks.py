@@ -46,6 +46,18 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Headings of the reference say where a name is imported from: `attndiag`, or a module of it."""
+    import attndiag
+
+    def headed(match: re.Match[str]) -> str:
+        path, name = match[1], match[1].rsplit(".", 1)[1]
+        told = f"attndiag.{name}" if f"{attndiag._HOME.get(name)}.{name}" == path else path
+        return f"{match[0]}\n    options: {{ heading: {told}, toc_label: {name} }}"
+
+    return re.sub(r"^::: (\S+)$", headed, markdown, flags=re.MULTILINE)
+
+
 def on_post_build(config: Any) -> None:
     """A reader's browser asks nobody but this site."""
     for page in sorted(Path(config.site_dir).rglob("*.html")):
