@@ -2,26 +2,70 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attndiag.commands import options
+from attndiag.commands.choosing import choose_prompts, named
 from attndiag.commands.console import FINE, SOME_FAILED, data, data_json, guarded, progress_bar, remark
 
 if TYPE_CHECKING:
     from attndiag.prompts import Prompt
+    from attndiag.reports.prompt_view import PromptView
+    from attndiag.runs.compared_run import ComparedRun
 
 
 @guarded
 def view(
-    text: Annotated[str | None, typer.Argument(help="The prompt.", show_default=False)] = None,
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TEXT | RUN_DIR", help="A prompt, or the folder of a run that is there.", show_default=False
+        ),
+    ] = None,
     prompts: options.Prompts = None,
     prompt_id: Annotated[
         str | None,
         typer.Option("--id", metavar="ID", help="Which prompt of the set; the first by default.", show_default=False),
     ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Answer that effects are about; the prompt's own, or the model's top-1, by default.",
+            show_default=False,
+        ),
+    ] = None,
+    foil: Annotated[str | None, typer.Option(help="What the answer is measured against.", show_default=False)] = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--methods",
+            help="Token methods side by side, with commas, or none; weight, contribution, rollout and "
+            "input_x_gradient by default.",
+            rich_help_panel=options.RUN,
+            show_default=False,
+        ),
+    ] = None,
+    replacements: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--replacements",
+            "--replacement",
+            metavar="NAME[:draws=N,...]",
+            help="Also the effect of replacing each token; give it again for several.",
+            rich_help_panel=options.RUN,
+            show_default=False,
+        ),
+    ] = None,
+    effects: Annotated[
+        bool,
+        typer.Option(
+            "--effects", help="Also remove every edge of the last query, exactly.", rich_help_panel=options.RUN
+        ),
+    ] = False,
     output: Annotated[
         Path,
         typer.Option(
@@ -32,7 +76,17 @@ def view(
         int | None,
         typer.Option(min=0, help="For figures: which layer; the most telling one by default.", show_default=False),
     ] = None,
-    model: options.ModelName = "default",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="As in `attndiag report`; with RUN_DIR, that of the run.",
+            rich_help_panel=options.MODEL,
+            show_default=False,
+        ),
+    ] = None,
     revision: options.Revision = None,
     device: options.Device = "auto",
     dtype: options.DType = "auto",
@@ -42,64 +96,114 @@ def view(
     quiet: options.Quiet = False,
     json: options.Json = False,
 ) -> None:
-    """Weight and contribution maps of one prompt.
+    """What every head of one prompt reads, writes and does.
 
-    Every layer and head, in one page that loads nothing, or one layer as a figure.
+    Maps of weight, contribution and effect for each layer and head, and methods side by side on the same tokens, in one
+    page that loads nothing; or one layer as a figure. With RUN_DIR, a prompt of a run with the run's own methods,
+    verdicts and exact effects; the maps are measured anew by its model.
+
+    Exit status: 0 fine; 1 a layer is not certified; 2 misuse.
 
     \b
     Examples:
-      attndiag view "When Mary and John went to the store, John gave a drink to" -o ioi.html
-      attndiag view --id code-1 -o code.html                   a prompt of the shipped set
+      attndiag view "When Mary and John went to the store, John gave a drink to" --target " Mary" -o ioi.html
+      attndiag view --id code-1 --effects -o code.html         a prompt of the shipped set
       attndiag view --prompts my.jsonl --id first -o first.png --layer 20
+      attndiag view out --id ioi-1 -o ioi.html                 a prompt of the run in out/
     """
-    prompt = _choose(text, prompts, prompt_id)
-    from attndiag.models.load import load
-    from attndiag.reports.prompt_view import require_saveable, view_prompt
+    from attndiag.reports.prompt_view import METHODS, facts_of, require_saveable
 
     require_saveable(output)
-    with progress_bar(quiet=quiet) as bar:
-        lm = load(
-            model,
-            revision=revision,
-            device=device,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            offline=True if offline else None,
-            progress=bar,
-        )
-    with progress_bar(quiet=quiet) as bar:
-        shown = view_prompt(lm, prompt, backend=backend.value, progress=bar)
+    run, chosen = None, METHODS
+    if what is not None and Path(what).is_dir():
+        if any(given is not None for given in (prompts, target, foil, methods, replacements)) or effects:
+            raise typer.BadParameter(f"{what} is a run that is there: its methods, target and effects are shown")
+        run, prompt = _of_run(Path(what), prompt_id)
+        chosen = ()
+    else:
+        example = 'attndiag view "The capital of France is"'
+        (prompt, *_), _ = choose_prompts(what, prompts, prompt_id, example=example, target=target, foil=foil)
+        if methods is not None:
+            listed = [name.strip() for value in methods for name in value.split(",") if name.strip()]
+            chosen = () if listed == ["none"] else tuple(listed)
+    loading: dict[str, Any] = {"revision": revision, "dtype": dtype, "attn_implementation": attn_implementation}
+    if run is not None and model is None:
+        facts = run.facts
+        model, loading["revision"] = str(facts["model"]), revision or _revision(facts)
+        loading["dtype"] = facts["dtype"] if dtype == "auto" else dtype
+    shown = _measure(
+        model or "default",
+        {**loading, "device": device, "offline": True if offline else None},
+        prompt,
+        {"methods": chosen, "replacements": tuple(replacements or ()), "exact_effects": effects},
+        backend.value,
+        quiet,
+    )
+    if run is not None:
+        shown = _joined(shown, run, prompt)
     path = shown.save(output, layer=layer)
-    uncertified = [each.label for each in shown.layers if not each.certified]
+    facts = facts_of(shown)
     if json:
-        facts = {"page": str(path), "prompt": prompt.id, "tokens": len(shown.tokens), "layers": len(shown.layers)}
-        data_json({**facts, "uncertified_layers": uncertified, "bytes": path.stat().st_size})
+        data_json({"page": str(path), **facts, "bytes": path.stat().st_size})
     else:
         data(str(path))
+    for note in shown.notes:
+        remark(note, quiet=quiet)
+    uncertified = facts["uncertified_layers"]
     if uncertified:
         remark(f"layers {', '.join(uncertified)} are not certified; the page says so")
     raise typer.Exit(SOME_FAILED if uncertified else FINE)
 
 
-def _choose(text: str | None, path: Path | None, prompt_id: str | None) -> Prompt:
+def _measure(
+    model: str, loading: dict[str, Any], prompt: Prompt, asked: dict[str, Any], backend: Any, quiet: bool
+) -> PromptView:
+    from attndiag.models.load import load
+    from attndiag.reports.prompt_view import view_prompt
+
+    with progress_bar(quiet=quiet) as bar:
+        lm = load(model, progress=bar, **loading)
+    with progress_bar(quiet=quiet) as bar:
+        return view_prompt(lm, prompt, backend=backend, progress=bar, **asked)
+
+
+def _revision(facts: Any) -> str | None:
+    """Of a hub model; what pins other models is no revision that could be asked for."""
+    return str(facts["revision"]) if facts.get("source") == "hub" and facts.get("revision") else None
+
+
+def _of_run(folder: Path, prompt_id: str | None) -> tuple[ComparedRun, Prompt]:
+    """The run, and its prompt of that id (the first measured one when None) with the target that was fixed for it."""
+    from attndiag.errors import RunFolderError
     from attndiag.prompts import Prompt
+    from attndiag.runs.compared_run import read_compared_run
 
-    if text is not None:
-        if path is not None or prompt_id is not None:
-            raise typer.BadParameter("give either a prompt or --prompts and --id, not both")
-        return Prompt(text, id="prompt")
-    if path is None and prompt_id is None:
-        raise typer.BadParameter('give a prompt, for example: attndiag view "The capital of France is"')
-    import difflib
+    run = read_compared_run(folder)
+    there = [
+        Prompt(row["text"], id=row["prompt"], target=row["target"] or None, foil=row["foil"] or None)
+        for row in run.comparison.prompts.to_dict("records")
+    ]
+    if not there:
+        raise RunFolderError(f"{folder} holds no prompt that was measured, so there is nothing to view")
+    return run, there[0] if prompt_id is None else named(there, prompt_id, str(folder))
 
-    from attndiag.errors import PromptError
-    from attndiag.runs.prompt_files import SHIPPED, read_prompts
 
-    known = {str(prompt.id): prompt for prompt in read_prompts(SHIPPED if path is None else path)}
-    if prompt_id is None:
-        return next(iter(known.values()))
-    if prompt_id not in known:
-        near = difflib.get_close_matches(prompt_id, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it holds {', '.join(list(known)[:5])}, ..."
-        raise PromptError(f"there is no prompt {prompt_id!r} in {path or 'the shipped set'}; {hint}")
-    return known[prompt_id]
+def _joined(shown: PromptView, run: ComparedRun, prompt: Prompt) -> PromptView:
+    """The view with the run's methods, verdicts and exact effects; refused where the model reads other tokens."""
+    from attndiag.errors import RunFolderError
+    from attndiag.reports.prompt_view import with_run
+    from attndiag.reports.view_tokens import exact_of_run, rows_of_run
+
+    label = str(prompt.id)
+    mine = run.tokens[run.tokens["prompt"] == label].sort_values("pos")["text"].tolist()
+    if mine != list(shown.tokens):
+        raise RunFolderError(
+            f"prompt {label!r} has {len(mine)} tokens in the run and {len(shown.tokens)} now; give the run's own model "
+            "with --model, or view the text by itself"
+        )
+    edges = None
+    found = exact_of_run(run.edges, label)
+    if found is not None and shown.edges is not None:
+        layers, exact = found
+        edges = replace(shown.edges, exact=exact, layers=layers, first_order=None)
+    return with_run(shown, rows_of_run(run.comparison, label), edges, str(run.facts["run"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -130,8 +131,8 @@ def _grid(
     difference = [view.layers[i].differences for i in kept]
     sink = [view.layers[i].weight[:, later, 0].mean(axis=-1) if later.any() else None for i in kept]
     stats = [
-        _stat("weight against contribution", "total variation, mean over queries", difference, 1.0),
-        _stat("weight on position 0", "mass, mean over queries", sink, 1.0),
+        _stat("weight against contribution", "total variation, mean over queries", difference),
+        _stat("weight on position 0", "mass, mean over queries", sink),
     ]
     at_target = [
         None if (effect := effects[i]) is None or target_row < 0 else np.abs(effect[:, target_row]) for i in kept
@@ -139,12 +140,12 @@ def _grid(
     if any(one is not None and np.isfinite(one).any() for one in at_target):
         largest = [None if one is None else np.where(np.isfinite(one), one, 0.0).max(axis=-1) for one in at_target]
         unit = view.edges.unit if view.edges else ""
-        top = max((float(one.max()) for one in largest if one is not None), default=1.0)
-        stats.append(_stat("largest effect of an edge on the target", unit, largest, top or 1.0))
+        stats.append(_stat("largest effect of an edge on the target", unit, largest))
     return stats
 
 
-def _stat(name: str, unit: str, values: list[NDArray[np.floating] | None], top: float) -> dict[str, Any]:
+def _stat(name: str, unit: str, values: Sequence[NDArray[np.floating] | None]) -> dict[str, Any]:
+    top = max((float(one.max()) for one in values if one is not None and len(one)), default=0.0) or 1.0
     rows = [None if one is None else [round(float(v), 5) for v in one] for one in values]
     return {"name": name, "unit": unit, "top": top, "values": rows}
 

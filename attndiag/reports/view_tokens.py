@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from attndiag.errors import AttnDiagError
 
 if TYPE_CHECKING:
+    from attndiag.comparison.edges import EdgeVerdicts
     from attndiag.comparison.side_by_side import Comparison
     from attndiag.explanations.replacement import Replacement
     from attndiag.models.load import LoadedModel
@@ -98,3 +99,16 @@ def rows_of_run(comparison: Comparison, prompt: str) -> tuple[TokenRow, ...]:
             )
         )
     return tuple(rows)
+
+
+def exact_of_run(edges: EdgeVerdicts | None, prompt: str) -> tuple[tuple[int, ...], NDArray[np.float64]] | None:
+    """Layers, and exact effects [layer, head, key] of one prompt of a run; None where its edges were not measured."""
+    if edges is None or prompt not in edges.tokens:
+        return None
+    width = len(edges.tokens[prompt])
+    mine = [(index, layer, head) for index, (label, _, layer, head) in enumerate(edges.rows) if label == prompt]
+    layers = tuple(sorted({layer for _, layer, _ in mine}))
+    table = np.full((len(layers), 1 + max(head for _, _, head in mine), width), np.nan)
+    for index, layer, head in mine:
+        table[layers.index(layer), head] = edges.effects[index, :width]
+    return layers, table

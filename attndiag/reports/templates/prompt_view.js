@@ -185,7 +185,8 @@
         const hide = aside() && sinks.has(j), rgb = hide ? SET_ASIDE : r.signed ? colour(PUOR, (x / top + 1) / 2) : colour(VIRIDIS, Math.abs(x) / top);
         const light = (0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2]) / 255;
         cell.style.background = `rgb(${rgb})`; cell.style.color = light > 0.52 ? "#111" : "#fff";
-        cell.textContent = Math.abs(x) >= 9.95 ? x.toFixed(0).replace("-", MINUS) : x.toFixed(2).replace("-", MINUS).replace(/^(\u2212?)0\./, "$1.");
+        const small = Math.abs(x) < 0.005 ? ".00" : x.toFixed(2).replace("-", MINUS).replace(/^(\u2212?)0\./, "$1.");
+        cell.textContent = Math.abs(x) >= 9.95 ? x.toFixed(0).replace("-", MINUS) : small;
         const verdict = r.verdicts && r.verdicts[data.keys[j]];
         cell.title = `${key(j)}: ${three(x)} ${r.unit}${verdict ? `, ${verdict.replace("_", " ")}` : ""}`;
         if (verdict === "disagree") cell.className = "wrong";
@@ -197,6 +198,7 @@
   };
 
   // ------------------------------------------------------------------ grid
+  const LEFT = 30, TOP = 18;
   let place = [Number(layerBox.value), 0];
   const nHeads = Math.max(...data.layers.map((l) => l.heads));
   const tellGrid = () => {
@@ -206,18 +208,27 @@
   const drawGrid = () => {
     const stat = data.grid[Number(statBox.value)], size = Math.max(6, Math.min(20, Math.floor(620 / nHeads)));
     const canvas = byId("grid"), context = canvas.getContext("2d");
-    canvas.width = nHeads * size; canvas.height = data.layers.length * size;
+    canvas.width = LEFT + nHeads * size; canvas.height = TOP + data.layers.length * size;
     context.clearRect(0, 0, canvas.width, canvas.height);
+    // every label that has room
+    context.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--muted");
+    context.font = "11px system-ui, sans-serif"; context.textBaseline = "middle"; context.textAlign = "right";
+    const everyLayer = Math.ceil(14 / size), everyHead = Math.ceil(20 / size);
+    data.layers.forEach((l, i) => { if (i % everyLayer === 0) context.fillText(l.label.replace(" cross", "x"), LEFT - 4, TOP + (i + 0.5) * size); });
+    context.textAlign = "center";
+    for (let h = 0; h < nHeads; h += everyHead) context.fillText(h, LEFT + (h + 0.5) * size, TOP / 2);
+    context.translate(LEFT, TOP);
     stat.values.forEach((row, l) => { for (let h = 0; h < data.layers[l].heads; h++) { context.fillStyle = row ? `rgb(${colour(VIRIDIS, row[h] / stat.top)})` : "#96969e"; context.fillRect(h * size, l * size, size - 1, size - 1); } });
     const ring = (l, h, stroke, inset) => { context.lineWidth = 2; context.strokeStyle = stroke; context.strokeRect(h * size + inset, l * size + inset, size - 1 - 2 * inset, size - 1 - 2 * inset); };
     if (head >= 0) { ring(Number(layerBox.value), head, "#ffffff", 1); ring(Number(layerBox.value), head, "#d55e00", 2.5); }
     if (document.activeElement === canvas) ring(place[0], place[1], "#ffffff", 1);
+    context.setTransform(1, 0, 0, 1, 0, 0);
     byId("end-grid").textContent = `${stat.top === 1 ? 1 : three(stat.top)} (${stat.unit})`;
     canvas.dataset.size = size;
   };
   const chooseFromGrid = async () => { headBox.value = ""; layerBox.value = place[0]; await chooseLayer(place[1]); drawGrid(); tellGrid(); };
   const grid = byId("grid");
-  const gridAt = (event) => { const size = Number(grid.dataset.size), box = grid.getBoundingClientRect(), scale = grid.width / box.width; return [Math.min(Math.floor((event.clientY - box.top) * scale / size), data.layers.length - 1), Math.min(Math.floor((event.clientX - box.left) * scale / size), nHeads - 1)].map((x) => Math.max(x, 0)); };
+  const gridAt = (event) => { const size = Number(grid.dataset.size), box = grid.getBoundingClientRect(), scale = grid.width / box.width; return [Math.min(Math.floor(((event.clientY - box.top) * scale - TOP) / size), data.layers.length - 1), Math.min(Math.floor(((event.clientX - box.left) * scale - LEFT) / size), nHeads - 1)].map((x) => Math.max(x, 0)); };
   grid.addEventListener("pointermove", (event) => { place = gridAt(event); tellGrid(); });
   grid.addEventListener("click", (event) => { place = gridAt(event); if (place[1] < data.layers[place[0]].heads) chooseFromGrid(); });
   grid.addEventListener("focus", () => { drawGrid(); tellGrid(); });
@@ -258,6 +269,7 @@
   layerBox.addEventListener("change", () => chooseLayer());
   headBox.addEventListener("change", () => { head = Number(headBox.value); place = [Number(layerBox.value), Math.max(head, 0)]; redraw(); });
   queryBox.addEventListener("change", drawRow);
+  document.documentElement.addEventListener("themechange", drawGrid);
   statBox.addEventListener("change", () => { drawGrid(); tellGrid(); });
   asideBox.addEventListener("change", redraw);
   let next = 0;
