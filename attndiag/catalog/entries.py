@@ -208,7 +208,7 @@ CATALOG = catalogue(
             "signed",
             "target",
             "2 forwards + 1 backward through the unembedding",
-            ("attention weights", "an output projection", "a pre-norm residual stream"),
+            ("attention weights", "an output projection", "a pre-norm residual stream", "gradients"),
             "ALTI-Logit, arXiv 2305.12535",
             call="prompt",
         ),

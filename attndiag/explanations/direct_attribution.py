@@ -207,7 +207,11 @@ def _slope(lm: LoadedModel, resolved: ResolvedTarget, name: str) -> Tensor:
             value = resolved.value(lm.run(resolved.inputs, grad=True)).sum()
     finally:
         handle.remove()
-    found = torch.autograd.grad(value, leaf[-1], allow_unused=True)[0] if value.requires_grad else None
+    if not value.requires_grad:
+        raise UnsupportedModelError(
+            f"no gradient reaches {name} of {lm.info.name} (quantised or detached weights); use edge_effect"
+        )
+    found = torch.autograd.grad(value, leaf[-1], allow_unused=True)[0]
     if found is None:
         raise UnsupportedModelError(f"the target does not read {name}, so nothing tells the direction it is read along")
     return found if found.dtype == torch.float64 else found.float()

@@ -18,6 +18,7 @@ from attndiag.hooks.activations import layers_with, recording
 from attndiag.hooks.edit_kinds import AttentionOff, Edit, HeadAblation, PatternReplacement, Stream
 from attndiag.hooks.edits import edit
 from attndiag.models.access import evaluating
+from attndiag.models.encoding import PaddingSide
 from attndiag.models.load import LoadedModel, as_prompts
 from attndiag.prompts import Prompt, Target
 from attndiag.scores import Scores
@@ -33,6 +34,7 @@ def effect_of(
     edits: Sequence[Edit] = (),
     *,
     batch_size: int = 8,
+    padding_side: PaddingSide | None = None,
 ) -> Scores:
     """m(clean) - m(edited) of each prompt, [batch], under all edits together; positions count in each prompt's own.
 
@@ -45,7 +47,7 @@ def effect_of(
     unit, used = "", None
     for start in range(0, len(batch), batch_size):
         part = batch[start : start + batch_size]
-        resolved = resolve_target(lm, part, target)
+        resolved = resolve_target(lm, part, target, padding_side=padding_side)
         before = resolved.value(lm.run(resolved.inputs))
         with edit(lm, *edits):
             after = resolved.value(lm.run(resolved.inputs))

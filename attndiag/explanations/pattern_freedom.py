@@ -214,7 +214,13 @@ def _adversary(
     candidate = real
     for _ in range(steps):
         pattern = mass * torch.softmax(logits.masked_fill(~visible, -torch.inf), dim=-1).nan_to_num()
-        effect = run.clean - run.measure(head, pattern[None], grad=True)[0]
+        moved_m = run.measure(head, pattern[None], grad=True)[0]
+        if not moved_m.requires_grad:
+            raise UnsupportedModelError(
+                f"no gradient reaches the pattern of L{head[0]}H{head[1]} in {run.lm.info.name} (quantised or detached "
+                "weights), so nothing leads the adversary; use frozen_pattern or temperature_sweep"
+            )
+        effect = run.clean - moved_m
         distance = jensen_shannon(pattern, real)[choice].mean()
         excess = (effect.abs() / bound - 0.8).clamp_min(0.0)
         optimiser.zero_grad()

@@ -22,7 +22,7 @@ from attndiag.catalog import (
     method_named,
     work_of,
 )
-from attndiag.errors import InsufficientMemoryError, PromptError
+from attndiag.errors import InsufficientMemoryError, PromptError, UnsupportedModelError
 from attndiag.explanations import causal_work
 from attndiag.models.load import LoadedModel
 from attndiag.scores import Scores
@@ -118,6 +118,35 @@ def test_a_batch_padded_on_either_side_equals_single_prompts(name: str, llama_lm
         together = explain(lm, prompts, method=name, **params, **sided)
         for one, other in zip(single, together, strict=True):
             torch.testing.assert_close(other.values, one.values, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+class Int8Linear(torch.nn.Module):
+    """A linear map with whole-number weights, as quantised checkpoints have: no gradient comes back through it."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True).clamp_min(1e-8) / 127
+        self.weight = torch.nn.Parameter((linear.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+        self.register_buffer("scale", scale)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return given @ (self.weight * self.scale).T
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_a_quantised_model_has_interventions_and_says_that_it_has_no_gradients(
+    name: str, llama_lm: LoadedModel, word_lm: Any
+) -> None:
+    entry, lm = CATALOG[name], model_for(name, llama_lm, word_lm)
+    lm.model.lm_head = Int8Linear(lm.model.lm_head)
+    params = QUICK.get(name, {})
+    if "gradients" in entry.needs:
+        with pytest.raises(UnsupportedModelError, match="no gradient reaches"):
+            explain(lm, TEXT, TARGET, method=name, **params)
+    else:
+        found = explain(lm, TEXT, TARGET, method=name, **params)
+        assert found.values[~found.values.isnan()].numel() > 0
 
 
 def test_two_prompts_are_compared_by_pair_or_by_name(llama_lm: LoadedModel) -> None:

@@ -373,13 +373,14 @@ def test_an_edit_that_reaches_no_forward_raises(tiny_llama):
         pass
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_a_graph_that_was_frozen_before_raises(tiny_llama, implementation):
-    tiny_llama.set_attn_implementation(implementation)
+@pytest.mark.parametrize("form", [FORMS[2], FORMS[3], FORMS[12]], ids=["llama sdpa", "llama eager", "bloom traced"])
+@pytest.mark.parametrize("edited", [ad.Knockout(0, 0, 1, 0), ad.AttentionOff(1)])
+def test_a_graph_that_was_frozen_before_raises(form, edited):
+    model = build(form)
     ids = torch.arange(2, 12)[None]
     with torch.no_grad():
-        program = torch.export.export(tiny_llama, (ids,), {"use_cache": False}, strict=False).module()
-    with pytest.raises(UnsupportedModelError, match="never reached"), ad.edit(tiny_llama, ad.Knockout(0, 0, 1, 0)):
+        program = torch.export.export(model, (ids,), {"use_cache": False}, strict=False).module()
+    with pytest.raises(UnsupportedModelError, match="never reached"), ad.edit(model, edited):
         program(ids, use_cache=False)
 
 
