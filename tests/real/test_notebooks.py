@@ -54,11 +54,20 @@ def _minilm(said: str) -> None:
     assert _number(r"agrees with the first by NUMBER", said) > 0.2
 
 
+def _compare(said: str) -> None:
+    assert (
+        "Most alike: weight and head_contribution" in said or "Most alike: head_contribution and contribution" in said
+    )
+    assert "Nearest to the effects of deletion: " in said
+    assert _number(r"on one prompt, \|tau\| of about NUMBER is needed", said) < 0.8
+
+
 CHECKS: dict[str, tuple[int, Callable[[str], None]]] = {
     "quickstart": (1, _quickstart),
     "weights_are_not_importance": (2, _weights),
     "your_checkpoint": (0, _checkpoint),
     "encoder_minilm": (2, _minilm),
+    "compare_methods": (2, _compare),
 }
 
 
