@@ -258,6 +258,11 @@ class _Explained:
 def explain(error: BaseException, checkpoint: Checkpoint) -> str:
     """One line: what failed, where, and what to do."""
     said, reason = checkpoint.said, _first_line(error)
+    if "trust_remote_code" in str(error) and not checkpoint.trust_remote_code:
+        return (
+            f"{said} comes with code of its own, which is not run unasked; read it, then give trust_remote_code=True, "
+            "or load the model yourself and give the object"
+        )
     if checkpoint.local:
         return (
             f"{said} cannot be read: {reason}; the folder is incomplete or damaged, or made for another version of "
