@@ -260,7 +260,7 @@ def _faithfulness(
     often = None if frequencies is None else frequencies(axis.token_ids[places])
     rankings += control_rankings(places.astype(np.float64), often, random_orders=plan.random_orders, seed=plan.seed)
     table = faithfulness_table(rankings, values, wanted=plan.metrics, floor=floor, seed=plan.seed)
-    return [
+    rows: Rows = [
         {
             "method": row.method,
             "metric": row.metric,
@@ -275,3 +275,29 @@ def _faithfulness(
         }
         for row in table
     ]
+    # a method without a score for some token cannot order all that are replaced; it is told, not left out
+    kinds = {(row["metric"], row["direction"], row["unit"]): None for row in rows}
+    for name, one in scores.items():
+        gaps = places[~np.isfinite(one.values[places])]
+        if len(gaps):
+            told = ", ".join(f"{axis.tokens[place]!r} ({place})" for place in gaps[:3]) + (
+                ", ..." if gaps[3:].size else ""
+            )
+            rows += [_without_value(name, kind, f"no score for {told}, so it orders not all tokens") for kind in kinds]
+    return rows
+
+
+def _without_value(method: str, kind: tuple[str, str, str], why: str) -> dict[str, Any]:
+    metric, direction, unit = kind
+    return {
+        "method": method,
+        "metric": metric,
+        "value": np.nan,
+        "low": np.nan,
+        "high": np.nan,
+        "direction": direction,
+        "unit": unit,
+        "control": False,
+        "circular": False,
+        "undefined": why,
+    }

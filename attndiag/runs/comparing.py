@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from attndiag.comparison.edges import EdgePlan
+from attndiag.comparison.edge_measuring import EdgePlan
 from attndiag.comparison.one_prompt import Own
 from attndiag.explanations.replacement import Replacement
 from attndiag.explanations.resolve import one_target_each

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from attndiag.comparison.edges import EdgePlan
+from attndiag.comparison.edge_measuring import EdgePlan
 from attndiag.comparison.methods import check_methods
 from attndiag.comparison.one_prompt import DEFAULT_METRICS, Plan
 from attndiag.explanations.replacement import Replacement

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attndiag.comparison.axis import PromptTokens
-from attndiag.comparison.edges import EdgeResult
+from attndiag.comparison.edge_measuring import EdgeResult
 from attndiag.comparison.methods import TokenScores
 from attndiag.comparison.one_prompt import PromptResult
 from attndiag.errors import RunFolderError

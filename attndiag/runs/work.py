@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attndiag.comparison.edges import EdgeResult, measure_edges
+from attndiag.comparison.edge_measuring import EdgeResult, measure_edges
 from attndiag.comparison.methods import reason_of
 from attndiag.comparison.one_prompt import Own, PromptResult, compare_prompt
 from attndiag.errors import AttnDiagError, InsufficientMemoryError

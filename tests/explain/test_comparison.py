@@ -277,3 +277,21 @@ def test_results_are_plain_and_the_evidence_is_the_ceiling(llama_lm: LoadedModel
     plain = axis.plain
     assert (plain.kind, plain.answer, plain.foil, plain.unit) == ("logit_diff", "w5", "w9", "logits")
     assert plain.tokens == axis.tokens and len(plain) == 7 and plain.special.tolist() == [True] + [False] * 6
+
+
+def test_a_method_without_a_score_for_a_token_says_so_in_the_faithfulness_table(llama_lm: LoadedModel) -> None:
+    holes = np.arange(7.0)
+    holes[[1, 3]] = np.nan
+    found = compare(
+        llama_lm,
+        PROMPTS[:1],
+        ["weight"],
+        replacements=["mean_embedding"],
+        own={"holes": [holes]},
+        metrics=["aopc_comprehensiveness", "effect_tau"],
+    )
+    rows = found.faithfulness[found.faithfulness.method == "holes"]
+    assert set(rows.metric) == set(found.faithfulness[found.faithfulness.method == "weight"].metric)
+    assert len(rows) == 2 and rows.value.isna().all()
+    assert set(rows.undefined) == {"no score for ' w5' (1), ' w13' (3), so it orders not all tokens"}
+    assert set(found.differences[found.differences["first"] == "holes"].undefined_share) == {1.0}
