@@ -32,9 +32,25 @@ PROMPT = ad.Prompt(
     foil=" John",
 )
 PROMPTS = Path(ad.__file__).parent / "data" / "prompts.jsonl"
+MORE = (  # clusters that the shipped set lacks
+    ad.Prompt("A, B, C, D, E,", id="alphabet-1", cluster="alphabet", target=" F", foil=" A"),
+    ad.Prompt(
+        "big, bigger, biggest. small, smaller,", id="comparison-1", cluster="comparison",
+        target=" smallest", foil=" biggest",
+    ),
+    ad.Prompt(
+        "Once upon a time, there was a little girl who", id="stories-1", cluster="stories",
+        target=" lived", foil=" died",
+    ),
+    ad.Prompt(
+        "French: chat. English: cat. French: chien. English:", id="translation-1", cluster="translation",
+        target=" dog", foil=" cat",
+    ),
+)  # fmt: skip
 METHODS: dict[str, dict] = {
     "first_order": {},
     "own_position, 100": {"method": "own_position", "top": 100},
+    "own_position, 160": {"method": "own_position", "top": 160},
     "own_position, 250": {"method": "own_position", "top": 250},
     "with_target, 100": {"method": "with_target", "top": 100},
     "with_target, 400": {"method": "with_target", "top": 400},
@@ -107,8 +123,10 @@ def peak() -> float:
 
 # ----------------------------------------------------------------------------------------------------- estimators
 def prompts_of(lm, count: int) -> list[ad.Prompt]:
-    """The shortest prompt of each cluster of the shipped set, shortest first."""
-    best: dict[str, tuple[int, ad.Prompt]] = {}
+    """The shortest prompt of each cluster of the shipped set and of `MORE`, shortest first."""
+    best: dict[str, tuple[int, ad.Prompt]] = {
+        str(prompt.cluster): (lm.encode(prompt).input_ids.shape[1], prompt) for prompt in MORE
+    }
     for line in PROMPTS.read_text().splitlines():
         row = json.loads(line)
         prompt = ad.Prompt(row["prompt"], id=row["id"], target=row["target"], foil=row["foil"], cluster=row["cluster"])

@@ -93,7 +93,7 @@ def test_the_completeness_gap_closes_on_the_shipped_prompts(default_lm: LoadedMo
     first = {prompt.cluster: prompt for prompt in reversed(read_prompts(SHIPPED)) if prompt.pair is not None}
     gaps = {
         cluster: explain(
-            default_lm, prompt, method="integrated_gradients", baseline="pair", steps=8, max_steps=64, batch_size=16
+            default_lm, prompt, method="integrated_gradients", baseline="pair", steps=8, max_steps=32, batch_size=16
         ).checks["completeness_gap"]
         for cluster, prompt in first.items()
     }
