@@ -74,8 +74,9 @@ def edge_effects(
 ) -> Scores:
     """Exact effect of every edge of one prompt.
 
-    Exact up to the rounding of the model: in float32 about 2e-5 of a logit on SmolLM2-135M whatever the effect, so that
-    effects from .01 on hold to 1e-3 of themselves; a model loaded with `dtype="float64"` has them all, at twice the time.
+    Exact up to the rounding of the model: in float32 about 2e-5 of a logit on SmolLM2-135M whatever the effect, so
+    that effects from .01 on hold to 1e-3 of themselves; a model loaded with `dtype="float64"` gives all of them so, in
+    twice the time.
 
     Parameters
     ----------
