@@ -94,7 +94,7 @@ def run(
     deep : the deep plan: more methods and draws, all edges, effects of whole heads.
     plan : a plan made before, instead of everything above but `target` and `own`.
     output : folder of the run; None keeps it in memory. The same plan goes on with what is there, also with more or
-        fewer prompts or in another order.
+        fewer prompts or in another order (of prompts with ids: those without are named by their place).
     overwrite : replace a run with another plan.
     limit : take the first prompts only.
     about : more facts for the row of the run (`prompt_file`, `n_skipped`, ...).
