@@ -2,6 +2,7 @@
 
     python scripts/completeness_gaps.py                            all prompts, three baselines (hours on a CPU)
     python scripts/completeness_gaps.py --per-cluster 1            one prompt of each cluster
+    python scripts/completeness_gaps.py --per-cluster 1 --every 3  one prompt of every third cluster
     python scripts/completeness_gaps.py --baselines pair --prompts my.jsonl
 
 Steps double from `--steps` to 512 as long as the gap is open; special tokens and the first token are kept. One line a
@@ -24,11 +25,15 @@ from attndiag.prompts import Prompt
 from attndiag.runs.prompt_files import SHIPPED, read_prompts
 
 
-def chosen_prompts(path: str, per_cluster: int | None) -> list[Prompt]:
-    """Prompts with target and foil, the first few of each cluster where that is asked for."""
+def chosen_prompts(path: str, per_cluster: int | None, every: int = 1) -> list[Prompt]:
+    """Prompts with target and foil, the first few of each (or of every so many) cluster where that is asked for."""
     taken: dict[str | None, int] = defaultdict(int)
     found = []
-    for prompt in read_prompts(path):
+    prompts = read_prompts(path)
+    clusters = list(dict.fromkeys(prompt.cluster for prompt in prompts))[::every]
+    for prompt in prompts:
+        if prompt.cluster not in clusters:
+            continue
         if per_cluster is None or taken[prompt.cluster] < per_cluster:
             taken[prompt.cluster] += 1
             found.append(prompt)
@@ -42,13 +47,14 @@ def main() -> None:
     parser.add_argument("--prompts", default=str(SHIPPED))
     parser.add_argument("--baselines", nargs="+", default=["pair", "mean_embedding", "zero"])
     parser.add_argument("--per-cluster", type=int)
+    parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         torch.set_num_threads(1)
     lm = attndiag.load(arguments.model, device=arguments.device)
-    prompts = chosen_prompts(arguments.prompts, arguments.per_cluster)
+    prompts = chosen_prompts(arguments.prompts, arguments.per_cluster, arguments.every)
     table = []
     for baseline in arguments.baselines:
         closed, opened, skipped = [], [], 0
@@ -70,7 +76,7 @@ def main() -> None:
         table.append(
             f"{baseline:<15} {count:>7} {skipped:>8} {len(closed) / count if count else float('nan'):>7.0%} "
             f"{statistics.median(steps for _, steps in closed) if closed else float('nan'):>12.0f} "
-            f"{statistics.median(gap for gap, _ in opened) if opened else float('nan'):>11.0%}"
+            + (f"{statistics.median(gap for gap, _ in opened):>11.0%}" if opened else f"{'':>11}")
         )
     print(f"\n{'baseline':<15} {'prompts':>7} {'left out':>8} {'closed':>7} {'median steps':>12} {'gap if open':>11}")
     print("\n".join(table))

@@ -37,7 +37,9 @@ def layers_with(model: nn.Module, site: Site, stream: Stream) -> dict[int, Block
     ------
     UnsupportedModelError : none has; the text says why.
     """
-    found = [each for each in sites_of(model) if each.stream == stream and each.layer is not None and each.calls == 1]
+    found = [each for each in sites_of(model) if each.stream == stream and each.layer is not None]
+    # two calls of one run (differential attention) leave head outputs ambiguous, and nothing else
+    found = [each for each in found if each.runs == 1 and (each.calls == 1 or site != "head_out")]
     needed = {"attn_out": "projection", "mlp_out": "mlp", "head_out": "attention"}.get(site, "block")
     there = {int(each.layer): each for each in found if getattr(each, needed) is not None}  # type: ignore[arg-type]
     if not there:

@@ -128,6 +128,11 @@ class _Session:
     def _check(self, edit: Edit) -> None:
         """Refuse what cannot work before anything runs."""
         site = self._sites[id(edit)]
+        if not acts_on_heads(edit) and site.runs != 1:
+            raise UnsupportedModelError(
+                f"{site.block} runs {site.runs} times in one forward (layers share it), so an edit of one layer is "
+                "undefined there"
+            )
         if acts_on_heads(edit) and site.calls != 1:
             raise UnsupportedModelError(
                 f"{site.attention} makes {site.calls} attention calls in one forward (a shared block, or differential "

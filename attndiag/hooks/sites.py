@@ -39,7 +39,9 @@ class BlockSites:
     projection : its output projection, None where there is none (`reason` says why).
     mlp : what the feed-forward branch adds to the stream is this module's output; None where nothing fits.
     place : where the norm sits (see `ResidualSite`).
-    calls : attention calls of the module in one forward; edits need exactly one.
+    calls : attention calls of the module in one forward; edits of heads need exactly one.
+    runs : how often the block runs in one forward; more than once where layers share it, and nothing of it can be
+        edited as one layer.
     """
 
     layer: int | None
@@ -51,6 +53,7 @@ class BlockSites:
     place: str
     calls: int
     reason: str = ""
+    runs: int = 1
 
 
 def stream_of(model: nn.Module, name: str, cross: bool) -> str:
@@ -143,6 +146,7 @@ def _find(model: nn.Module) -> tuple[BlockSites, ...]:
                 place=seen.place.get(call.module_name, "unknown"),
                 calls=counts[call.module_name],
                 reason=call.output_reason if call.output is None else "",
+                runs=1 if block is None else seen.entered.get(block, 1),
             )
         )
     return tuple(sites)
@@ -162,6 +166,7 @@ class _BlockWatch:
         self._streams: dict[str, list[Tensor]] = {}
         self._middle: dict[str, Tensor] = {}
         self._sums: dict[str, list[Tensor]] = {}
+        self.entered: dict[str, int] = {}
         self.mlp: dict[str, str] = {}
         self.place: dict[str, str] = {}
 
@@ -200,6 +205,7 @@ class _BlockWatch:
 
     def _enter(self, name: str) -> Any:
         def hook(_module: nn.Module, _args: tuple) -> None:
+            self.entered[name] = self.entered.get(name, 0) + 1
             self._parts[name], self._sums[name], self._streams[name] = [], [], []
 
         return hook

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 import attndiag as ad
 from attndiag.errors import ShapeError, UnsupportedModelError
-from attndiag.hooks.activations import recording
+from attndiag.hooks.activations import layers_with, recording
 from attndiag.hooks.sites import site_of
 
 COMMON = {
@@ -471,16 +471,41 @@ def test_activations_of_layers_that_are_not_there(tiny_llama):
         pass
 
 
-def test_shared_blocks_are_refused():
+ALBERT = {
+    "vocab_size": 64, "embedding_size": 32, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3,
+    "intermediate_size": 48,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "edit", [ad.AttentionOff(0), ad.Patch(0, "resid_pre", torch.zeros(32)), ad.Patch(0, "mlp_out", torch.zeros(32))]
+)
+def test_shared_blocks_are_refused(edit):
+    """One module stands for three layers: an edit of it would be one of all of them."""
     torch.manual_seed(0)
-    settings = {
-        "vocab_size": 64,
-        "embedding_size": 32,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 3,
-    }
-    model = AutoModel.from_config(AutoConfig.for_model("albert", **settings, intermediate_size=48)).eval()
+    model = AutoModel.from_config(AutoConfig.for_model("albert", **ALBERT)).eval()
     shared = pytest.raises(UnsupportedModelError, match="makes 3 attention calls in one forward")
     with shared, ad.edit(model, ad.Knockout(0, 0, 1, 0)):
         model(torch.arange(2, 12)[None])
+    thrice = pytest.raises(UnsupportedModelError, match="runs 3 times in one forward")
+    with thrice, ad.edit(model, edit):
+        model(torch.arange(2, 12)[None])
+    with pytest.raises(UnsupportedModelError, match="shared blocks"):
+        layers_with(model, "resid_pre", "self")
+
+
+def test_differential_attention_has_no_single_head_but_one_stream():
+    model = build(("diffllama", "diffllama", GQA, AutoModelForCausalLM, "eager", "self"))
+    given = inputs_of(model)
+    twice = pytest.raises(UnsupportedModelError, match="makes 2 attention calls in one forward")
+    with twice, ad.edit(model, ad.Knockout(0, 0, 1, 0)):
+        model(**given)
+    with torch.no_grad(), recording(model, "resid_post", [0]) as kept:
+        clean = model(**given).logits
+    with torch.no_grad(), ad.edit(model, ad.Patch(0, "resid_post", kept.values[0])):
+        same = model(**given).logits
+    with torch.no_grad(), ad.edit(model, ad.Patch(0, "resid_post", torch.zeros(32), position=3)):
+        without = model(**given).logits
+    assert torch.equal(same, clean)
+    assert torch.equal(without[:, :3], clean[:, :3])
+    assert not torch.equal(without[:, 3:], clean[:, 3:])
