@@ -105,12 +105,12 @@ def compare(
         ),
     ] = None,
     own: Annotated[
-        Path | None,
+        list[str] | None,
         typer.Option(
             "--own",
-            metavar="FILE",
-            help="Scores of another tool (.jsonl, .csv, .parquet): prompt, method, position, score; or start, end for "
-            "position.",
+            metavar="FILE[:METHOD]",
+            help="Scores of another tool, see `attndiag.read_own_scores`; of a table with several methods, one. Called "
+            "by the method or the file's name; give it again for several.",
             rich_help_panel=COMPARISON,
             show_default=False,
         ),
@@ -189,9 +189,9 @@ def compare(
             what, prompts, prompt_id, example=example, target=target, foil=foil, limit=limit, skip_bad=skip_bad,
             quiet=quiet,
         )  # fmt: skip
-        # cheap things first: a wrong plan or score file should not wait for the model
-        plan = _plan(methods, replacements, metrics, primary, edges, seed, own=own is not None)
-        given = _own(own, batch)
+        # cheap things first: a wrong plan or a score file that is not there should not wait for the model
+        given = _own_files(own or [])
+        plan = _plan(methods, replacements, metrics, primary, edges, seed, own=list(given))
         if output is not None:
             from attndiag.runs.folder import RunFolder
 
@@ -237,7 +237,7 @@ def _plan(
     edges: EdgeChoice,
     seed: int,
     *,
-    own: bool,
+    own: Sequence[str],
 ) -> RunPlan:
     from attndiag.errors import AttnDiagError
     from attndiag.runs.plan import make_plan
@@ -261,20 +261,28 @@ def _plan(
     except (ValueError, TypeError) as error:
         # of our own checks: what was asked for cannot be run
         raise typer.BadParameter(" ".join(str(error).split())) from error
-    known = {*plan.compared.methods, *(f"replacement[{one.label}]" for one in plan.compared.replacements)}
+    known = {*plan.compared.methods, *(f"replacement[{one.label}]" for one in plan.compared.replacements), *own}
     unknown = sorted(set(pair or ()) - known)
-    # own scores have names of their own, which are known once their file is read
-    if unknown and not own:
+    if unknown:
         raise typer.BadParameter(f"--primary names {', '.join(unknown)}; compared are {', '.join(sorted(known))}")
     return plan
 
 
-def _own(path: Path | None, batch: Sequence[Prompt]) -> dict[str, list[Any]]:
-    if path is None:
-        return {}
-    from attndiag.commands.own_scores import read_own_scores
-
-    return read_own_scores(path, batch)
+def _own_files(given: Sequence[str]) -> dict[str, tuple[Path, str | None]]:
+    """Name -> file and method of the scores made elsewhere; `FILE:METHOD` or `FILE`."""
+    found: dict[str, tuple[Path, str | None]] = {}
+    for one in given:
+        path, method = Path(one), None
+        if not path.is_file() and ":" in one:
+            head, _, method = one.rpartition(":")
+            path = Path(head)
+        if not path.is_file():
+            raise typer.BadParameter(f"--own {one}: there is no file {path}")
+        name = method or path.stem
+        if name in found:
+            raise typer.BadParameter(f"--own: two sets of scores are called {name!r}; rename a file, or name a method")
+        found[name] = (path, method)
+    return found
 
 
 def _measure(
@@ -282,18 +290,22 @@ def _measure(
     loading: dict[str, Any],
     batch: list[Prompt],
     plan: RunPlan,
-    own: dict[str, list[Any]],
+    own: dict[str, tuple[Path, str | None]],
     output: Path | None,
     n_skipped: int,
     *,
     overwrite: bool,
     quiet: bool,
 ) -> ComparedRun:
+    from attndiag.comparison.own_scores import read_own_scores
     from attndiag.models.load import load
     from attndiag.runs.comparing import run
+    from attndiag.runs.keys import with_ids
 
+    batch = with_ids(batch)
     with progress_bar(quiet=quiet) as bar:
         lm = load(model, progress=bar, **loading)
+    scores = {name: read_own_scores(lm, batch, path, method=method) for name, (path, method) in own.items()}
     remark(f"{len(batch)} prompts on {lm.info.name} ({lm.info.architecture}, {lm.info.device})", quiet=quiet)
     try:
         with progress_bar(quiet=quiet) as bar:
@@ -301,7 +313,7 @@ def _measure(
                 lm,
                 batch,
                 plan=plan,
-                own=own,
+                own=scores,
                 output=output,
                 overwrite=overwrite,
                 about={"n_skipped": n_skipped},
