@@ -62,7 +62,8 @@ def report(
 
     Where attention weights and value-aware contributions part ways: measures every layer and head on every prompt,
     checks that what was captured is what the model used, and writes tables (Parquet, CSV), figures (PNG, SVG, PDF)
-    and one self-contained page. With RUN_DIR it renders a run that is there, finished or not.
+    and one self-contained page. With RUN_DIR it renders a run that is there, of weights or of `attndiag run`, finished
+    or not.
 
     Exit status: 0 fine; 1 some prompts failed or a self-check failed; 2 misuse.
 
@@ -73,11 +74,13 @@ def report(
       attndiag report --limit 8 -o quick              the first eight prompts
       attndiag report out                             render the run in out/ again
     """
-    from attndiag.runs.folder import RunFolder
+    from attndiag.runs.folder import COMPARISON, RunFolder, kind_of
 
     if run_dir is not None:
         if prompts is not None or overwrite or limit is not None:
             raise typer.BadParameter("RUN_DIR is a run that is there; --prompts, --limit and --overwrite make one")
+        if run_dir.is_dir() and kind_of(run_dir) == COMPARISON:
+            _finish_comparison(run_dir, json=json, quiet=quiet)
         _finish(_render(RunFolder.open(run_dir), quiet), json=json, quiet=quiet)
     # cheap things first: a wrong prompt file should not wait for the model
     chosen, n_skipped = _read(prompts, skip_bad, quiet)
@@ -197,6 +200,32 @@ def _render(folder: RunFolder, quiet: bool) -> Report:
 
     with progress_bar(quiet=quiet) as bar:
         return render_run(folder, progress=bar)
+
+
+def _finish_comparison(run_dir: Path, *, json: bool, quiet: bool) -> None:
+    """Render a comparison, say what it shows and leave with the status that it deserves."""
+    from attndiag.reports.compared_report import render_comparison
+
+    with progress_bar(quiet=quiet) as bar:
+        made = render_comparison(run_dir, progress=bar)
+    facts = made.run.facts
+    if json:
+        data_json(
+            {
+                "page": str(made.page),
+                "folder": str(made.folder),
+                "run": facts["run"],
+                "headline": _plain(made.headline),
+                "prompts": facts["n_prompts"],
+                "failed": facts["n_failed"],
+                "blocked": made.run.blocked,
+                "passed": made.passed,
+            }
+        )
+    else:
+        data(_plain(made.headline))
+        data(f"page: {made.page}")
+    raise typer.Exit(FINE if made.passed else SOME_FAILED)
 
 
 def _finish(report: Report, *, json: bool, quiet: bool, n_skipped: int = 0) -> None:
