@@ -31,8 +31,8 @@ DEFAULT_METHODS = (
 )
 DEEP_METHODS = (*DEFAULT_METHODS, "rollout", "flow", "saliency", "gradient_shap", "occlusion", "edge_effect")
 DEFAULT_DRAWS, DEEP_DRAWS = 16, 32
-# steps double as long as the scores do not add up: 15 of 16 shipped prompts close by 128, and those that never do are the
-# dearest; deep runs go on to 512
+# steps double as long as the scores do not add up: 15 of 16 shipped prompts close by 128, and those that never do cost
+# most; deep runs go on to 512
 DEFAULT_PARAMS: Mapping[str, Mapping[str, Any]] = {"integrated_gradients": {"steps": 64, "max_steps": 128}}
 DEEP_PARAMS: Mapping[str, Mapping[str, Any]] = {"integrated_gradients": {"steps": 64}}
 
