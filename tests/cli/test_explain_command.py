@@ -97,7 +97,7 @@ def test_scores_that_fail_their_own_check_are_shown_and_marked(folder: Path) -> 
         (["explain", TEXT, "--set", "heads=3"], "is not a list such as L23H3"),
         (["explain", "--id", "ioi-0"], "there is no prompt 'ioi-0' in the shipped set; did you mean 'ioi-"),
         (["explain", TEXT, "-o", "x.xlsx"], "ends neither in .csv nor in .parquet"),
-        (["methods", "--scope", "layer"], "there is no scope 'layer'; expected one of edge, head, row, token"),
+        (["methods", "--scope", "block"], "no scope 'block'; expected one of activation, edge, head, layer, prompt"),
     ],
 )
 def test_misuse_is_told_before_a_model_is_loaded(words: list[str], message: str) -> None:
