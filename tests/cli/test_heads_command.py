@@ -71,7 +71,7 @@ def test_heads_by_another_score_and_pairs_of_heads(tiny_folder: Path, tmp_path: 
 
 
 def test_a_list_of_checkpoints(tmp_path: Path) -> None:
-    series, words_of = load_series(), induction_gpt2().tokenizer
+    series, words_of = load_series(), induction_gpt2().tokenizer()
     places = []
     for step in (100, 900):
         series.at(step).save_pretrained(tmp_path / f"checkpoint-{step}")
