@@ -159,6 +159,23 @@ def test_swapping_answer_and_foil_negates_every_effect():
     assert torch.equal(effects.nan_to_num(), -ad.edge_effects(lm, TEXT, TARGET.swapped()).values.nan_to_num())
 
 
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+@pytest.mark.parametrize("route", ["restart", "forwards"])
+def test_heads_that_write_nothing_have_no_effect_and_train_mode_changes_nothing(family, route):
+    lm = loaded(family, RESTARTED[family])
+    block = lm.model.model.layers[1].self_attn if family == "llama" else lm.model.transformer.h[1].self_attention
+    with torch.no_grad():  # head 2 writes nothing
+        (block.o_proj if family == "llama" else block.dense).weight[:, 16:24] = 0
+    quiet = ad.edge_effects(lm, TEXT, TARGET, route=route).values
+    lm.model.train()
+    loud = ad.edge_effects(lm, TEXT, TARGET, route=route).values
+    assert lm.model.training
+    assert torch.equal(quiet.nan_to_num(), loud.nan_to_num())
+    dead = quiet[1, 2]
+    assert float(dead[~dead.isnan()].abs().max()) == 0.0
+    assert float(quiet[1, 1].nan_to_num().abs().max()) > 0
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("route", ["restart", "forwards"])
 def test_the_sink_model_has_the_effects_it_was_built_with(implementation, route):
