@@ -1,0 +1,322 @@
+"""The page of a comparison: its numbers are those of the frames, and what went wrong is said, never shown as 0."""
+
+from __future__ import annotations
+
+import html
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import attndiag
+from attndiag.errors import AttnDiagError
+from attndiag.models.load import LoadedModel
+from attndiag.prompts import Prompt
+from attndiag.reports import compared_tables as tables
+from attndiag.reports import compared_words as words
+from attndiag.reports.compared import Compared, compare
+from attndiag.reports.compared_page import page
+from attndiag.reports.compared_report import ComparisonReport, render_comparison
+from attndiag.reports.html import BUDGET, fixed, number, percent
+from attndiag.reports.page import report
+from attndiag.runs.compared_run import ComparedRun
+from attndiag.runs.comparing import run
+
+NASTY = "<script>alert(1)</script> John & \u202eMary {{7*7}}"
+PROMPTS = [
+    Prompt("When Mary and John went to the store, John gave a drink to", id="ioi", cluster="a"),
+    Prompt(NASTY, id="<b>nasty</b>", cluster="</td><script>x</script>"),
+    Prompt("When John and Mary went", id="failing", target=" store", foil=" Mary"),
+    Prompt("x" * 400, id="long <i>"),
+]
+PLAN: dict[str, Any] = {
+    "methods": ["weight", "input_x_gradient"],
+    "replacements": ["uniform:draws=3", "delete"],
+    "metrics": ["aopc_comprehensiveness", "effect_tau"],
+    "primary": ("weight", "input_x_gradient"),
+    "heads": False,
+}
+
+
+@pytest.fixture(scope="module")
+def lm(tiny_folder: Path) -> LoadedModel:
+    return attndiag.load(tiny_folder, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def kept(lm: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> ComparedRun:
+    return run(lm, PROMPTS, **PLAN, output=tmp_path_factory.mktemp("run") / "out")
+
+
+@pytest.fixture(scope="module")
+def made(kept: ComparedRun) -> ComparisonReport:
+    assert kept.folder is not None
+    found = report(kept.folder)
+    assert isinstance(found, ComparisonReport)
+    return found
+
+
+def plain(kept: ComparedRun) -> str:
+    """The page without figures, which are most of its time."""
+    empty = '<svg width="1pt" height="1pt" viewBox="0 0 1 1"></svg>'
+    return page(kept, lambda _name, _drawn: empty)
+
+
+def text_of(source: str) -> str:
+    """What a reader sees, in one line."""
+    body = re.sub(r"<(script|style)[^>]*>.*?</\1>", " ", source, flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", body)).split())
+
+
+def test_the_report_of_a_comparison_has_its_files_and_loads_nothing(made: ComparisonReport) -> None:
+    source = made.to_html()
+    assert len(source.encode()) < BUDGET
+    assert "default-src 'none'" in source
+    assert not made.passed and "Comparison" in repr(made) and "<iframe" in made._repr_html_()
+    for address in re.findall(r'(?:href|src)="([^"]*)"', source):
+        assert address.startswith(("#", "data:")) or (made.folder / address).is_file(), address
+    ids = re.findall(r'\bid="([^"]+)"', source)
+    assert len(ids) == len(set(ids))
+    assert {a[1:] for a in re.findall(r'href="(#[^"]+)"', source)} <= set(ids)
+    for name in ("agreement", "faithfulness", "replacements", "heads", "verdicts"):
+        for kind in ("png", "svg", "pdf"):
+            assert (made.folder / "figures" / f"compared_{name}.{kind}").stat().st_size > 1000
+
+
+def test_every_one_of_the_ten_points_stands_on_the_page(made: ComparisonReport) -> None:
+    source = made.to_html()
+    for section in ("run", "checks", "task", "agreement", "faithfulness", "replacement", "cases", "heads", "verdicts"):
+        assert f'<section aria-labelledby="c-{section}">' in source
+    text = text_of(source)
+    for name in ("query heads", "kv heads", "head dim", "kernel", "positions", "circular", "ceiling", "Versions:"):
+        assert name in text
+    assert made.run.facts["run"] in text
+
+
+def test_prompts_and_names_are_text_never_markup(made: ComparisonReport) -> None:
+    source = made.to_html()
+    assert "<b>nasty" not in source and "alert(1)</script>" not in source and "\u202e" not in source
+    assert source.count("<script>") == 1
+    text = text_of(source)
+    assert "<b>nasty</b>" in text and "{{7*7}}" in text.replace("* ", "*")
+
+
+def test_agreement_on_the_page_is_that_of_the_frame(kept: ComparedRun) -> None:
+    summary = kept.comparison.agreement_summary
+    row = summary[(summary.measure == "tau_b") & (summary["first"] == "weight")].iloc[0]
+    cell = tables.agreement_matrix(kept.comparison)[row["first"], row["second"]]
+    assert cell.value == row["mean"] and (cell.low, cell.high) == (row.null_low, row.null_high)
+    values = kept.comparison.agreement.query("measure == 'tau_b' and first == 'weight'")
+    assert cell.value == pytest.approx(values[values.second == row["second"]].value.mean())
+    shown = f"{fixed(cell.value)} chance {fixed(cell.low)} to {fixed(cell.high)} undefined"
+    assert shown in text_of(plain(kept))
+
+
+def test_faithfulness_on_the_page_is_that_of_the_frames(kept: ComparedRun) -> None:
+    text = text_of(plain(kept))
+    frame, paired = kept.comparison.faithfulness, kept.comparison.differences
+    for metric, rows in tables.faithfulness_rows(kept.comparison):
+        assert "[uniform(" in metric
+        for row in rows:
+            mine = frame[(frame.metric == metric) & (frame.method == row["method"])]
+            assert row["mean"] == pytest.approx(mine.value.mean()) and row["circular"] == mine.circular.any()
+        weight = next(row for row in rows if row["method"] == "weight")
+        found = paired[(paired.metric == metric) & (paired["first"] == "weight") & (paired.second == "random")].iloc[0]
+        assert weight["paired"]["difference"] == found.difference
+        assert f"weight {number(weight['mean'])} {number(found.difference)} {fixed(found.low)} to" in text
+        assert [row["control"] for row in rows] == sorted(row["control"] for row in rows)
+
+
+def test_verdict_counts_by_level_are_those_of_the_verdicts(kept: ComparedRun) -> None:
+    assert kept.edges is not None
+    counts = {(row["level"], row["method"]): row for row in tables.level_counts(kept.comparison, kept.edges)}
+    verdicts = kept.comparison.verdicts
+    for method in ("weight", "input_x_gradient"):
+        mine = verdicts[verdicts.method == method].verdict.value_counts()
+        assert {k: counts["token", method][k] for k in mine.index} == mine.to_dict()
+    assert counts["edge", "weight"]["agree"] == kept.edges.judged["weight"].counts["agree"]
+    heads = kept.edges.head_rows("weight").verdict.value_counts()
+    assert {k: counts["head", "weight"][k] for k in heads.index} == heads.to_dict()
+
+
+def test_heads_carry_how_often_they_mislead_with_an_exact_interval(kept: ComparedRun) -> None:
+    assert kept.edges is not None
+    frame = kept.edges.heads("weight").set_index(["layer", "head"])
+    for row in tables.head_rows(kept.edges, kept.heads):
+        found, want = row["by_method"]["weight"], frame.loc[(row["layer"], row["head"])]
+        assert (found["wrong"], found["decided"]) == (want.disagree, want.agree + want.disagree)
+        assert row["probes"]["largest_edge_effect"] > 0
+    low, high = tables.binomial_interval(4, 4)
+    assert (low, high) == (pytest.approx(0.025**0.25), 1.0)
+    assert np.isnan(tables.binomial_interval(0, 0)).all()
+
+
+def test_every_case_shows_its_prompt_with_the_token_marked(kept: ComparedRun) -> None:
+    assert kept.edges is not None
+    kinds = tables.edge_cases(kept.edges, "weight")
+    assert [kind["kind"] for kind in kinds] == [name for name, _, _ in tables.KINDS]
+    cases = [(kind, case) for kind in kinds for case in kind["cases"]]
+    assert cases
+    edges = kept.edges.edges("weight")
+    for kind, case in cases:
+        tokens = kept.edges.tokens[case["prompt"]]
+        assert tokens[case["position"]] == case["token"]
+        assert "".join(tokens).find(case["before"] + case["token"] + case["after"]) >= 0
+        layer, head = map(int, re.findall(r"L(\d+)H(\d+)", case["place"])[0])
+        here = (edges.prompt == case["prompt"]) & (edges.layer == layer) & (edges["head"] == head)
+        row = edges[here & (edges.key == case["position"])].iloc[0]
+        assert (case["share"], case["effect"]) == (row.share, row.effect)
+        assert (row.claim, row.state) == {
+            "weights_without_effect": ("high", "absent"),
+            "effects_without_weight": ("low", "present"),
+            "agreeing_high": ("high", "present"),
+            "agreeing_low": ("low", "absent"),
+        }[kind["kind"]]
+    assert "<mark>" in plain(kept)
+
+
+def test_what_has_no_verdict_is_said_with_its_reason(kept: ComparedRun) -> None:
+    reasons = dict(tables.blocked_by(kept.comparison, kept.edges))
+    assert reasons["task check failed"] == 1 and reasons["could not be measured"] == 1
+    text = text_of(plain(kept))
+    assert "Prompts without a verdict, of 4:" in text
+    assert "has 400 tokens but the model has 128 positions" in text
+    assert "the target is not the model's first choice" in text
+
+
+def test_the_headline_names_verdict_and_interval(kept: ComparedRun) -> None:
+    assert kept.edges is not None
+    whole = kept.edges.whole["weight"]
+
+    def said(verdict: str) -> str:
+        turned = replace(whole, verdict=verdict)
+        edges = replace(kept.edges, whole={"weight": turned})  # type: ignore[type-var]
+        return words.headline(kept.comparison, edges)
+
+    interval = f"{percent(whole.hit_rate.low, 0)} to {percent(whole.hit_rate.high, 0)}"
+    assert said("disagree").startswith("Attention weights mislead: only") and interval in said("disagree")
+    assert said("agree").startswith("Attention weights tell which edges the model needs:")
+    assert said("inconclusive").startswith("Whether attention weights mislead is not decided:")
+    assert said("undefined").startswith("No verdict on attention weights:")
+
+
+def test_a_failed_self_check_is_loud_and_blocks(kept: ComparedRun) -> None:
+    checks = kept.checks.copy()
+    checks.loc[0, ["passed", "detail"]] = [False, "off by <1>"]
+    weight = kept.comparison.judged["weight"]
+    judged = {**kept.comparison.judged, "weight": replace(weight, blocked=np.ones_like(weight.blocked))}
+    broken = replace(kept, checks=checks, comparison=replace(kept.comparison, judged=judged))
+    text = text_of(plain(broken))
+    assert broken.blocked and not broken.passed
+    assert "1 self-check failed. Verdicts that rest on these numbers are blocked." in text
+    assert "off by <1>" in text and "No self-check failed" not in text
+
+
+def test_undefined_agreement_is_undefined_not_a_number(kept: ComparedRun) -> None:
+    summary = kept.comparison.agreement_summary.copy()
+    hit = (summary["first"] == "weight") & (summary.second == "input_x_gradient")
+    summary.loc[hit, ["mean", "null_low", "null_high", "beyond_chance"]] = np.nan
+    summary.loc[hit, "undefined_share"] = 1.0
+    broken = replace(kept, comparison=replace(kept.comparison, agreement_summary=summary))
+    cell = tables.agreement_matrix(broken.comparison)["weight", "input_x_gradient"]
+    assert cell.undefined
+    source = plain(broken)
+    assert '<span class="undefined">undefined</span><small>on all 3</small>' in source
+    assert "nan" not in text_of(source).split()
+    # the figure too: drawn without a complaint
+    assert "undef." in Compared(broken).figures["compared_agreement"].draw().axes[0].texts[0].get_text()
+
+
+def test_without_edges_replacements_or_metrics_the_page_says_what_is_missing(lm: LoadedModel) -> None:
+    found = compare(lm, PROMPTS[:1], ["weight", "rollout"], replacements=[], metrics=[], edges=None)
+    text = text_of(plain(found.run))
+    assert "There is no evidence about attention weights" in text
+    assert "No edges were measured in this run" in text and "Not measured in this run." in text
+    assert "No verdicts: no replacement gave evidence." in text
+    assert "No replacement was measured" in text
+    assert list(found.figures) == ["compared_agreement"]
+    assert found.verdicts.empty and found.run.passed
+
+
+def test_a_run_in_which_every_prompt_failed(lm: LoadedModel) -> None:
+    found = compare(lm, PROMPTS[3:], ["weight"], edges=None)
+    assert found.headline == "Nothing could be compared: 1 prompt could not be measured."
+    text = text_of(plain(found.run))
+    assert found.headline in text and "No prompt was measured." in text
+    assert found.figures == {}
+    with pytest.raises(AttnDiagError, match="there are none: nothing was measured"):
+        found.save("x.png")
+
+
+def test_what_compare_returns_delegates_saves_and_shows(kept: ComparedRun, tmp_path: Path) -> None:
+    found = Compared(kept)
+    for name in ("agreement", "faithfulness", "verdicts", "methods", "prompts", "problems", "differences", "scores"):
+        assert getattr(found, name) is getattr(kept.comparison, name)
+    assert found.edges is kept.edges and found.blocked is kept.blocked and found.cases is kept.comparison.cases
+    assert repr(found).startswith("Compared(3 prompts, 4 methods: ")
+    saved = [found.save(tmp_path / f"new/x.{kind}") for kind in ("html", "png", "svg", "pdf")]
+    starts = (b"<!doctype html>", b"\x89PNG", b"<?xml", b"%PDF")
+    assert all(path.read_bytes().startswith(start) for path, start in zip(saved, starts, strict=True))
+    assert found.save(tmp_path / "a.svg", figure="compared_agreement").stat().st_size > 1000
+    with pytest.raises(AttnDiagError, match=r"there is no figure 'heads' of this comparison; there are compared_agree"):
+        found.save(tmp_path / "a.svg", figure="heads")
+    with pytest.raises(AttnDiagError, match=r"expected \.html, \.png, \.svg or \.pdf"):
+        found.save(tmp_path / "a.doc")
+    frame = found._repr_html_()
+    assert frame.startswith("<iframe ") and 'sandbox="allow-scripts allow-downloads"' in frame
+
+
+def test_show_opens_the_page_outside_of_a_notebook(kept: ComparedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    import webbrowser
+
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)
+    found = Compared(kept)
+    found.__dict__["_page"] = "<!doctype html>short"
+    path = found.show()
+    assert path is not None and opened == [path.as_uri()] and path.read_text() == "<!doctype html>short"
+
+
+def test_a_weights_run_in_the_folder_stands_below(
+    kept: ComparedRun, lm: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attndiag.reports import compared_report
+    from attndiag.reports import page as page_module
+    from attndiag.reports.figures import DRAWINGS
+
+    empty = '<svg width="1pt" height="1pt" viewBox="0 0 1 1"></svg>'
+    monkeypatch.setattr(page_module, "save_figures", lambda *_: {drawing.name: empty for drawing in DRAWINGS})
+    monkeypatch.setattr(compared_report, "save_drawing", lambda *_: empty)
+    assert kept.folder is not None
+    report(kept.folder / "weights", lm=lm, prompts=PROMPTS[:1])
+    made = render_comparison(kept.folder)
+    source = made.to_html()
+    assert "Weights against contributions, every query" in source
+    assert '<h2 id="w-sink">' in source and '<h2 id="c-run">' in source
+    ids = re.findall(r'\bid="([^"]+)"', source)
+    assert len(ids) == len(set(ids))
+    assert 'href="weights/tables/runs.parquet"' in source
+
+
+def test_card_rows_join_layers_that_are_alike(kept: ComparedRun) -> None:
+    from attndiag.reports.compared_facts import card_rows
+
+    assert kept.card is not None
+    (row,) = card_rows(kept.card)
+    assert (row["layers"], row["query_heads"], row["kv_heads"], row["d_head"]) == ("0\u20131", 4, 2, 8)
+    other = {**kept.card, "layers": [kept.card["layers"][0], {**kept.card["layers"][1], "window_seen": 16}]}
+    assert [(one["layers"], one["window"]) for one in card_rows(other)] == [("0", None), ("1", 16)]
+
+
+def test_fixed_never_writes_a_negative_zero() -> None:
+    assert [fixed(x) for x in (-0.001, -0.5, 0.126, float("nan"))] == ["0.00", "\u22120.50", "0.13", "\u2013"]
+
+
+def test_numbers_in_csv_are_the_frames(kept: ComparedRun) -> None:
+    assert kept.folder is not None
+    table = pd.read_csv(kept.folder / "tables" / "methods.csv")
+    assert set(table[table.level == "token"].method if "level" in table else table.method) >= {"weight"}
