@@ -21,6 +21,7 @@ from attndiag.commands.console import (
     progress_bar,
     remark,
 )
+from attndiag.commands.given_scores import OwnFiles, given_scores, own_files
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -190,7 +191,7 @@ def compare(
             quiet=quiet,
         )  # fmt: skip
         # cheap things first: a wrong plan or a score file that is not there should not wait for the model
-        given = _own_files(own or [])
+        given = own_files(own or [])
         plan = _plan(methods, replacements, metrics, primary, edges, seed, own=list(given))
         if output is not None:
             from attndiag.runs.folder import RunFolder
@@ -247,12 +248,13 @@ def _plan(
         raise typer.BadParameter(f"--primary {primary!r} names {len(pair)} methods; expected two, with a comma")
     swaps = None if replacements is None else () if replacements == ["none"] else tuple(replacements)
     try:
-        plan = make_plan(
+        return make_plan(
             _names(methods),
             replacements=swaps,
             metrics=_names(metrics),
             edges=None if edges is EdgeChoice.none else edges.value,
             primary=None if pair is None else (pair[0], pair[1]),
+            own=own,
             heads=False,
             seed=seed,
         )
@@ -261,28 +263,6 @@ def _plan(
     except (ValueError, TypeError) as error:
         # of our own checks: what was asked for cannot be run
         raise typer.BadParameter(" ".join(str(error).split())) from error
-    known = {*plan.compared.methods, *(f"replacement[{one.label}]" for one in plan.compared.replacements), *own}
-    unknown = sorted(set(pair or ()) - known)
-    if unknown:
-        raise typer.BadParameter(f"--primary names {', '.join(unknown)}; compared are {', '.join(sorted(known))}")
-    return plan
-
-
-def _own_files(given: Sequence[str]) -> dict[str, tuple[Path, str | None]]:
-    """Name -> file and method of the scores made elsewhere; `FILE:METHOD` or `FILE`."""
-    found: dict[str, tuple[Path, str | None]] = {}
-    for one in given:
-        path, method = Path(one), None
-        if not path.is_file() and ":" in one:
-            head, _, method = one.rpartition(":")
-            path = Path(head)
-        if not path.is_file():
-            raise typer.BadParameter(f"--own {one}: there is no file {path}")
-        name = method or path.stem
-        if name in found:
-            raise typer.BadParameter(f"--own: two sets of scores are called {name!r}; rename a file, or name a method")
-        found[name] = (path, method)
-    return found
 
 
 def _measure(
@@ -290,14 +270,13 @@ def _measure(
     loading: dict[str, Any],
     batch: list[Prompt],
     plan: RunPlan,
-    own: dict[str, tuple[Path, str | None]],
+    own: OwnFiles,
     output: Path | None,
     n_skipped: int,
     *,
     overwrite: bool,
     quiet: bool,
 ) -> ComparedRun:
-    from attndiag.comparison.own_scores import read_own_scores
     from attndiag.models.load import load
     from attndiag.runs.comparing import run
     from attndiag.runs.keys import with_ids
@@ -305,7 +284,7 @@ def _measure(
     batch = with_ids(batch)
     with progress_bar(quiet=quiet) as bar:
         lm = load(model, progress=bar, **loading)
-    scores = {name: read_own_scores(lm, batch, path, method=method) for name, (path, method) in own.items()}
+    scores = given_scores(lm, batch, own)
     remark(f"{len(batch)} prompts on {lm.info.name} ({lm.info.architecture}, {lm.info.device})", quiet=quiet)
     try:
         with progress_bar(quiet=quiet) as bar:

@@ -75,7 +75,7 @@ def test_a_prompt_of_a_run_is_viewed_with_its_methods(kept: Path, tmp_path: Path
         ([], "give a prompt, for example"),
         ([TEXT, "--methods", "nonsense"], "there is no method 'nonsense'"),
         ([TEXT, "--primary", "weight"], "names 1 methods; expected two"),
-        ([TEXT, "--primary", "weight,nothing"], "nothing"),
+        ([TEXT, "--primary", "weight,nothing"], "primary names ['nothing']"),
         ([TEXT, "--foil", " x"], "a foil needs a target"),
         ([TEXT, "--json", "--csv"], "both want standard output"),
         ([TEXT, "--own", "nowhere.csv"], "there is no file nowhere.csv"),
