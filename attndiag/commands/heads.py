@@ -141,7 +141,7 @@ def heads(
     layers by heads (PNG, SVG, PDF) and one self-contained page. With --relation or --phase-change alone, no probe is
     run.
 
-    Exit status: 0 fine; 1 a self-check failed or nothing could be measured; 2 misuse.
+    Exit status: 0 fine; 1 a self-check failed, nothing could be measured, or no head could be ablated; 2 misuse.
 
     \b
     Examples:
@@ -173,6 +173,10 @@ def heads(
         )
     if ablate:
         _ranked_by(ablate_by, asked)
+    elif ablate_by != "prefix_matching":
+        raise typer.BadParameter(
+            f"{ablate_by!r} says which heads to take away; add --ablate 20", param_hint="--ablate-by"
+        )
     relations = [_relation(text) for text in relation or []]
     chosen = _prompts(prompts) if relations else []
     prepare(output, overwrite=overwrite)
@@ -226,7 +230,8 @@ def heads(
         phase = _phase_change(quiet)
     about["seconds"] = round(time.perf_counter() - start, 1)
     page = save_heads(output, table, relations=found, phase=phase, about=about, overwrite=True)
-    _finish(page, table, about, json=json, quiet=quiet)
+    tables = [table] if table is not None else list(phase.run.tables) if series and phase is not None else []
+    _finish(page, tables, about, ablate=ablate, json=json, quiet=quiet)
 
 
 def _probes(given: list[str] | None) -> tuple[str, ...]:
@@ -342,19 +347,23 @@ def _phase_change(quiet: bool) -> PhaseChange:
         return shipped_phase_change(progress=bar)
 
 
-def _finish(page: HeadsPage, table: HeadTable | None, about: dict[str, Any], *, json: bool, quiet: bool) -> None:
+def _finish(
+    page: HeadsPage, tables: list[HeadTable], about: dict[str, Any], *, ablate: int, json: bool, quiet: bool
+) -> None:
     """Say what came out and leave with the status that it deserves."""
-    missing = [] if table is None else [vars(item) for item in table.not_measurable]
-    empty = table is not None and not table.scores
+    found = {tuple(vars(item).values()): vars(item) for table in tables for item in table.not_measurable}
+    # what was asked for by name first: only a few are told here
+    missing = sorted(found.values(), key=lambda item: item["probe"] != "ablation")
+    empty = any(not table.scores or (ablate and "ablation_effect" not in table.scores) for table in tables)
     if json:
         facts = {"page": str(page.page), "headline": page.headline, "failures": list(page.failures), **about}
-        data_json(facts | {"not_measurable": missing, "facts": {} if table is None else dict(table.facts)})
+        data_json(facts | {"not_measurable": missing, "facts": dict(tables[0].facts) if len(tables) == 1 else {}})
     else:
         data(page.headline)
         data(f"page: {page.page}")
     for item in missing[:5]:
         where = "" if item["layer"] is None else f", layer {item['layer']}"
-        remark(f"not measurable: {item['probe']}{where}: {item['reason']}", quiet=quiet)
+        remark(f"not measurable: {item['probe']}{where}: {item['reason']}", quiet=quiet and not empty)
     if len(missing) > 5:
         remark(f"and {len(missing) - 5} more; the page lists them", quiet=quiet)
     for text in page.failures[:5]:

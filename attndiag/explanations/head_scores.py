@@ -104,7 +104,9 @@ def heads(
 
     Raises
     ------
-    NotApplicableError : an unknown probe or score, or ablations without the probe `induction`.
+    NotApplicableError : an unknown probe or score, a score to rank by and nothing to ablate, or ablations without
+        the probe `induction`. A ranking score that turns out not to be measurable is told in `not_measurable`, with
+        the reason, since the other probes have their numbers.
     UnsupportedModelError : the model reads no token ids.
     NothingCapturedError : the model has no attention that can be captured.
     """
@@ -115,6 +117,10 @@ def heads(
         raise NotApplicableError(f"rows is {rows} and ablation_rows {ablation_rows}; expected at least 1")
     if ablate and "induction" not in probes:
         raise NotApplicableError('effects are measured on the induction probe; add "induction" to probes, or ablate=0')
+    if not ablate and ablate_by != "prefix_matching":
+        raise NotApplicableError(
+            f"ablate_by={ablate_by!r} says which heads to take away, but ablate is 0; give ablate=20"
+        )
     ranked_by = ranking_measure(ablate_by, probes) if ablate else ""
     loaded = lm if isinstance(lm, LoadedModel) else load(lm)
     survey = _survey(loaded)
@@ -309,11 +315,11 @@ class _Run:
                     ((item.heads[0], place[item.heads[0]], item.effect.mean().item()) for item in everyone),
                     key=lambda item: -item[2],
                 )
-            elif by not in self.rows:
-                self.refuse("ablation", f"{by}, by which heads are chosen, was not measured")
-                return
             else:
-                ranked = [item for item in self._ranking(by) if item[0] in place]
+                ranked = [item for item in self._ranking(by) if item[0] in place] if by in self.rows else []
+            if not ranked:
+                self.refuse("ablation", self._why_unranked(by))
+                return
             found = self._effects(given, self._plan(ranked, place, count, by, threshold, seed))
         except (NotApplicableError, UnsupportedModelError) as error:
             self.refuse("ablation", str(error))
@@ -331,6 +337,15 @@ class _Run:
                     for kind in ("effect", "first_copy_effect")
                 )
                 self.collect(name, key, effect, first_copy_effect=control)
+
+    def _why_unranked(self, by: str) -> str:
+        """Why no head has the score by which heads are chosen."""
+        probe = MEASURES[by].probe
+        known = [
+            ("" if at is None else f"layer {at}: ") + why for (name, at), why in self.reasons.items() if name == probe
+        ]
+        why = known[0] if known else "no layer with a number has it beside its prefix-matching score"
+        return f"{by}, by which heads are chosen, is not measurable here ({why}); choose another with ablate_by"
 
     def _plan(
         self,

@@ -93,6 +93,18 @@ def test_a_list_of_checkpoints(tmp_path: Path) -> None:
     assert gone.exit_code == 2 and "revision" in gone.stderr
 
 
+def test_effects_in_an_order_that_could_not_be_measured_are_status_1(tiny_folder: Path, tmp_path: Path) -> None:
+    # the built-in texts do not fit the 128 positions of this model
+    words = ["-m", str(tiny_folder), "--device", "cpu", "-o", str(tmp_path / "out"), "--rows", "2", "--length", "8"]
+    done = heads(*words, "--ablate", "2", "--ablate-by", "previous_token")
+    assert done.exit_code == 1, done.output
+    told = "previous_token_score, by which heads are chosen, is not measurable here (the texts cannot be encoded"
+    assert f"not measurable: ablation: {told}" in done.stderr.replace("\n", " ")
+    assert told in (tmp_path / "out" / "heads.html").read_text()
+    assert "ablation_effect" not in pd.read_csv(tmp_path / "out" / "heads.csv")
+    assert heads(*words, "--ablate", "2", "--overwrite").exit_code == 0
+
+
 def test_nothing_measurable_is_status_1(tiny_folder: Path, tmp_path: Path) -> None:
     words = ["-m", str(tiny_folder), "--device", "cpu", "--probe", "induction", "--bos", "yes"]
     done = heads(*words, "-o", str(tmp_path / "out"))
@@ -110,6 +122,7 @@ def test_nothing_measurable_is_status_1(tiny_folder: Path, tmp_path: Path) -> No
         (["--rows", "0"], "Invalid value for '--rows'"),
         (["--ablate", "2", "--ablate-by", "sinks"], "cannot be ranked by 'sinks'"),
         (["--ablate", "2", "--ablate-by", "entropy"], "add it to the probes"),
+        (["--ablate-by", "previous_token"], "add --ablate 20"),
         (["--checkpoints", "no-such-folder"], "there is no such folder"),
         (["--revisions", "step1"], "at least two checkpoints, got 1"),
         (["--revisions", "step1,step2", "--phase-change"], "measured by itself"),

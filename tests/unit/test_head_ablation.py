@@ -8,7 +8,7 @@ import torch
 from attndiag.errors import NotApplicableError, UnsupportedModelError
 from attndiag.explanations.head_ablation import WAYS, NamedSet, ablate_sets
 from attndiag.explanations.head_inputs import induction_input
-from attndiag.explanations.head_scores import heads
+from attndiag.explanations.head_scores import _Run, heads
 from attndiag.hooks.stored_blocks import StoredBlocks
 from attndiag.models.known import anti_copying, duplicated_induction, induction_gpt2, induction_llama
 from attndiag.models.load import load
@@ -90,5 +90,28 @@ def test_scores_that_choose_no_heads_are_refused(tiny_llama):
         heads(tiny_llama, ablate=1, ablate_by="sink_rate")
     with pytest.raises(NotApplicableError, match="which the probe 'sink' measures; add it to the probes"):
         heads(tiny_llama, ablate=1, ablate_by="sink")
+    with pytest.raises(NotApplicableError, match="ablate is 0; give ablate=20"):
+        heads(tiny_llama, ablate_by="previous_token")
     anti = heads(anti_copying().model, probes=["induction", "copying"], rows=2, length=5, ablate=1, ablate_by="copying")
     assert anti.facts["ablated_by"] == "copying_score"
+
+
+def test_a_ranking_score_without_numbers_is_told_with_its_reason(tiny_folder, monkeypatch):
+    """The other probes keep their numbers; no head is taken away in an order that nobody measured."""
+    lm = load(tiny_folder, device="cpu")
+    table = heads(lm, rows=2, length=8, ablate=2, ablate_by="previous_token", texts=["word " * 300])
+    assert "prefix_matching_score" in table.scores and "ablation_effect" not in table.scores and not table.sets
+    (why,) = [item.reason for item in table.not_measurable if item.probe == "ablation"]
+    assert why.startswith(
+        "previous_token_score, by which heads are chosen, is not measurable here (the texts cannot be"
+    )
+    assert "has 128 positions" in why and "ablated_by" not in table.facts
+    with pytest.raises(NotApplicableError, match="ablation: previous_token_score, by which heads are chosen"):
+        table["ablation_effect"]
+    # measured in name, with no number in it
+    ranking = _Run._ranking
+    monkeypatch.setattr(_Run, "_ranking", lambda run, name: [] if name == "entropy" else ranking(run, name))
+    probes = ["induction", "entropy"]
+    table = heads(lm, probes=probes, rows=2, length=8, ablate=2, ablate_by="entropy", texts=["a b c d"])
+    (why,) = [item.reason for item in table.not_measurable if item.probe == "ablation"]
+    assert "no layer with a number has it" in why and "ablation_effect" not in table.scores
