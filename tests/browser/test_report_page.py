@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +12,11 @@ import attndiag
 from attndiag.models.load import LoadedModel
 from attndiag.prompts import Prompt
 from attndiag.reports.page import Report, report
-from attndiag.reports.prompt_view import PromptView, view_prompt
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium"),
-]
+pytestmark = pytest.mark.browser
 NASTY = "<script>document.title='owned'</script> <img src=x onerror=alert(1)> & \u202eabc \u05d0\u05d1 \x07\n\"quoted\""
 
 
@@ -39,45 +32,6 @@ def made(lm: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Report:
         Prompt(NASTY, id="<img src=x onerror=alert(2)>", cluster="<script>alert(3)</script>"),
     ]
     return report(tmp_path_factory.mktemp("pages") / "out", lm=lm, prompts=prompts)
-
-
-@pytest.fixture(scope="module")
-def view(lm: LoadedModel) -> PromptView:
-    return view_prompt(lm, Prompt("When Mary and John went to the store, John gave a drink to", id="ioi"))
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        instance = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield instance
-        instance.close()
-
-
-@pytest.fixture
-def open_page(browser: Browser) -> Iterator[Any]:
-    """Opens a file and, at the end, asserts that it asked for nothing else and complained about nothing."""
-    contexts, asked, complaints = [], [], []
-
-    def opened(path: Path, **options: Any) -> Page:
-        context = browser.new_context(offline=True, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("dialog", lambda dialog: complaints.append(f"dialog {dialog.message}"))
-        page.goto(path.as_uri())
-        asked[:] = [url for url in asked if url != path.as_uri() and not url.startswith("data:")]
-        return page
-
-    yield opened
-    for context in contexts:
-        context.close()
-    assert asked == []
-    assert complaints == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -159,58 +113,3 @@ def test_the_report_prints(made: Report, open_page: Any, tmp_path: Path) -> None
     page.emulate_media(media="print")
     assert page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--paper')").strip() == "#fff"
     assert not page.locator("#theme").is_visible()
-
-
-def test_the_view_draws_and_is_used_by_keyboard(view: PromptView, open_page: Any, tmp_path: Path) -> None:
-    page = open_page(view.save(tmp_path / "view.html"))
-    page.wait_for_selector("html[data-ready=yes]")
-    n = len(view.tokens)
-    assert page.locator("#row li").count() == n
-    for name in ("weight", "written", "gap"):
-        size = page.evaluate(f"(({{width, height}}) => [width, height])(document.getElementById('map-{name}'))")
-        assert size == [n, n]
-    # the future is blank, what was read is not
-    read = f"[...document.getElementById('map-weight').getContext('2d').getImageData(0, 0, {n}, {n}).data]"
-    alpha = page.evaluate(read)[3::4]
-    assert alpha == [255 if key <= query else 0 for query in range(n) for key in range(n)]
-
-    page.locator("#layer").select_option("1")
-    page.locator("#head").select_option("2")
-    page.wait_for_function("document.getElementById('written-title').textContent.startsWith('Head')")
-    page.locator("#map-weight").focus()
-    for _ in range(3):
-        page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowUp")
-    said = page.locator("#where").inner_text()
-    query, key = n - 2, 3
-    layer = view.layers[1]
-    assert f"({query}) reads" in said and f"({key}): weight" in said
-    shown, written = (float(number) for number in re.findall(r"([\d.]+) %", said))
-    assert shown == pytest.approx(100 * layer.weight[2, query, key], abs=0.4)
-    assert written == pytest.approx(100 * layer.written[2, query, key], abs=0.4)
-    page.keyboard.press("Enter")
-    assert page.locator("#query").input_value() == str(query)
-    page.locator("body").press(",")
-    page.wait_for_function("document.getElementById('layer').value === '0'")
-
-
-def test_two_views_in_one_notebook_do_not_clash(view: PromptView, open_page: Any, tmp_path: Path) -> None:
-    notebook = tmp_path / "notebook.html"
-    notebook.write_text(f"<!doctype html><link rel=icon href='data:,'>{view._repr_html_()}{view._repr_html_()}")
-    page = open_page(notebook)
-    for frame in page.frames[1:]:
-        frame.wait_for_selector("html[data-ready=yes]")
-    first, second = page.frames[1:]
-    first.locator("#layer").select_option("0")
-    second.locator("#layer").select_option("1")
-    assert (first.locator("#layer").input_value(), second.locator("#layer").input_value()) == ("0", "1")
-
-
-def test_a_nasty_prompt_in_the_view(lm: LoadedModel, open_page: Any, tmp_path: Path) -> None:
-    nasty = view_prompt(lm, Prompt(NASTY, id="<script>alert(4)</script>"))
-    page = open_page(nasty.save(tmp_path / "nasty.html"))
-    page.wait_for_selector("html[data-ready=yes]")
-    assert page.title() == "<script>alert(4)</script>: attention weight and contribution"
-    assert page.locator("img").count() == 0
-    shown = "".join(page.locator("#row bdi").all_inner_texts())
-    assert "script" in shown.replace("·", "") and "\u202e" not in shown
