@@ -96,7 +96,7 @@ def ablate_sets(
     """Effects of several sets of heads, each taken away by itself from the same rows.
 
     Blocks below the lowest head of a set are not run again where the model allows it (`hooks.stored_blocks`): an
-    unedited forward that skips them has to give the same logits bit for bit, or whole forwards are made.
+    unedited forward that skips them has to give the same logits to `SKIP_TOLERANCE`, or whole forwards are made.
 
     Parameters
     ----------
