@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 import attndiag as ad
+from attndiag.errors import UnsupportedModelError
 from attndiag.explanations.edge_estimators import edge_estimates
 from attndiag.explanations.resolve import resolve_target
 from attndiag.stats.agreement import spearman
@@ -166,6 +167,8 @@ def plain_scores(lm, prompt: ad.Prompt) -> dict[str, torch.Tensor]:
         lm.forward(prompt)
     kinds: dict[str, list[torch.Tensor]] = {"weight": [], "head_contribution": [], "projection (head)": []}
     for call in captured.calls:
+        if call.attn_out is None:
+            raise UnsupportedModelError(f"{call.module_name} has no output of its own to project on")
         pattern = call.pattern[0]
         values = torch.einsum("hkd,hdm->hkm", call.v[0].repeat_interleave(call.n_heads // call.n_kv_heads, 0), call.w_o)
         written = torch.nn.functional.normalize(call.attn_out[0], dim=-1)
