@@ -397,6 +397,7 @@ def _method_row(
         "hit_rate_low": whole.hit_rate.low,
         "hit_rate_high": whole.hit_rate.high,
         "p_chance": whole.p_chance,
+        "hits": whole.hits,
         "weights_without_effect": whole.weights_without_effect,
         "effects_without_weight": whole.effects_without_weight,
         **found.counts,

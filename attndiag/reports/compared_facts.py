@@ -156,7 +156,4 @@ def failed_checks(run: ComparedRun) -> int:
 
 def problem_rows(run: ComparedRun) -> list[Row]:
     """What could not be measured, on tokens and on edges."""
-    rows = [{str(k): v for k, v in row.items()} for row in run.comparison.problems.to_dict("records")]
-    if run.edges is not None:
-        rows += [{"prompt": key, "method": "edges", "reason": why} for key, why in run.edges.problems.items()]
-    return rows
+    return [{str(k): v for k, v in row.items()} for row in run.comparison.problems.to_dict("records")]

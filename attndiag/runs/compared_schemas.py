@@ -26,7 +26,7 @@ _JUDGED = (
     _VERDICT,
     Column("claim", "string", "`high` from 2 / n of the method's mass, `low` up to 1 / (2 n), `none` between"),
     Column("share", "float64", "of the method's mass over the items judged together", "share"),
-    Column("state", "string", "`present`, `absent`, `unsure`: what the intervention shows"),
+    Column("state", "string", "`present`, `absent`, `unsure`, `redundant`: what the intervention shows"),
     Column("effect", "float64", "m(clean) - m(edited), in `unit`"),
     Column("effect_low", "float64", "lower end of its interval, in `unit`"),
     Column("effect_high", "float64", "upper end, in `unit`"),
@@ -55,7 +55,7 @@ _SCHEMAS = (
         "one row: what was run, on what, with what",
         (
             _RUN,
-            Column("created", "string", "start of the last call, UTC, ISO 8601"),
+            Column("created", "string", "start of the first call, UTC, ISO 8601"),
             Column("status", "string", "`complete` or `unfinished`"),
             Column("model", "string", "as it was asked for"),
             Column("source", "string", "kind of place it was loaded from"),

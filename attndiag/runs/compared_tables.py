@@ -140,7 +140,8 @@ def _score_rows(run: ComparedRun) -> list[dict[str, Any]]:
     rows += [
         {"prompt": row["prompt"], "method": row["method"], "error": row["reason"]}
         for row in found.problems.to_dict("records")
-        if row["method"] not in ("", "edges", "faithfulness", "sinks")
+        # without a prompt: what was asked of the model alone
+        if row["prompt"] and row["method"] not in ("", "edges", "faithfulness", "sinks")
     ]
     return rows
 
