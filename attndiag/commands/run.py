@@ -18,6 +18,7 @@ from attndiag.commands.console import (
     progress_bar,
     remark,
 )
+from attndiag.commands.given_scores import OwnFiles, given_scores, own_files
 
 if TYPE_CHECKING:
     from attndiag.prompts import Prompt
@@ -55,8 +56,13 @@ def run(
         _option("--metrics", panel=COMPARISON, help="Faithfulness metrics with commas, or none."),
     ] = None,
     own: Annotated[
-        Path | None,
-        _option("--own", panel=COMPARISON, metavar="FILE", help="Scores made elsewhere: .csv, .parquet or .jsonl."),
+        list[str] | None,
+        _option(
+            "--own",
+            panel=COMPARISON,
+            metavar="FILE[:METHOD]",
+            help="Scores made elsewhere, see `attndiag.read_own_scores`; give it again for several.",
+        ),
     ] = None,
     primary: Annotated[
         str | None, _option("--primary", panel=COMPARISON, metavar="A,B", help="The pair that is the main question.")
@@ -129,7 +135,7 @@ def run(
             "methods": _names(methods),
             "replacements": tuple(replacements) if replacements else None,
             "metrics": _names(metrics),
-            "own": own,
+            "own": tuple(own) if own else None,
             "primary": _names([primary]) if primary else None,
             "edges": "none" if edges is False else edge_extent or ("auto" if edges else None),
             "heads": heads,
@@ -150,10 +156,10 @@ def run(
     )
     # cheap things first: a wrong plan or prompt file should not wait for the model
     batch, n_skipped = _read(chosen, quiet)
-    scores = _own(chosen, batch)
-    plan = _plan(chosen, tuple(scores))
+    files = own_files(chosen.own)
+    plan = _plan(chosen, tuple(files))
     RunFolder.require_place(chosen.output)
-    _finish(_measure(chosen, plan, batch, scores, n_skipped, quiet), json=json, quiet=quiet, n_skipped=n_skipped)
+    _finish(_measure(chosen, plan, batch, files, n_skipped, quiet), json=json, quiet=quiet, n_skipped=n_skipped)
 
 
 def _names(values: list[str] | None) -> tuple[str, ...] | None:
@@ -162,15 +168,6 @@ def _names(values: list[str] | None) -> tuple[str, ...] | None:
         return None
     found = tuple(name.strip() for value in values for name in value.split(",") if name.strip())
     return () if found == ("none",) else found
-
-
-def _own(config: RunConfig, batch: list[Prompt]) -> dict[str, list[Any]]:
-    """Scores made elsewhere, by name; none without a file."""
-    if config.own is None:
-        return {}
-    from attndiag.commands.own_scores import read_own_scores
-
-    return read_own_scores(config.own, batch)
 
 
 def _plan(config: RunConfig, own: tuple[str, ...]) -> RunPlan:
@@ -236,15 +233,17 @@ def _measure(
     config: RunConfig,
     plan: RunPlan,
     batch: list[Prompt],
-    own: dict[str, list[Any]],
+    own: OwnFiles,
     n_skipped: int,
     quiet: bool,
 ) -> ComparedRun:
     from attndiag.models.load import load
     from attndiag.runs.comparing import run as compare_prompts
+    from attndiag.runs.keys import with_ids
     from attndiag.runs.prompt_files import SHIPPED
     from attndiag.runs.weights_run import estimate_run
 
+    batch = with_ids(batch)
     with progress_bar(quiet=quiet) as bar:
         lm = load(
             config.model,
@@ -265,7 +264,7 @@ def _measure(
                 lm,
                 batch,
                 plan=plan,
-                own=own,
+                own=given_scores(lm, batch, own),
                 output=config.output,
                 overwrite=config.overwrite,
                 about={

@@ -52,7 +52,7 @@ class RunConfig(_Strict):
     ----------
     model, revision, device, dtype, attn_implementation, offline : see `attndiag.load`.
     prompts : file; the shipped set when None. `limit` takes the first ones, `skip_bad` leaves bad entries out.
-    own : file of scores made elsewhere, compared with the methods.
+    own : files of scores made elsewhere, `FILE` or `FILE:METHOD`, compared with the methods.
     chat_template : put plain texts through the model's chat template as one user turn.
     methods, params, replacements, metrics, primary, thresholds, deep, heads, seed : see `attndiag.run`.
     edges : `auto`, `all`, `screen` or `none`; `edge_methods` whose claims are judged, `edge_most` of a screen.
@@ -69,7 +69,7 @@ class RunConfig(_Strict):
     limit: PositiveInt | None = None
     skip_bad: bool = False
     chat_template: bool = False
-    own: Path | None = None
+    own: tuple[str, ...] = ()
     methods: tuple[str, ...] | None = None
     params: dict[str, dict[str, Any]] = Field(default_factory=dict)
     replacements: tuple[str, ...] | None = None
@@ -102,9 +102,11 @@ def read_config(path: str | Path | None, flags: Mapping[str, Any] | None = None)
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     if path is not None:
         # paths in a file are meant from where the file lies
-        for name in ("prompts", "own", "output"):
+        for name in ("prompts", "output"):
             if isinstance(told.get(name), str):
                 told[name] = Path(path).parent / Path(told[name]).expanduser()
+        if isinstance(told.get("own"), list):
+            told["own"] = [str(Path(path).parent / Path(str(one)).expanduser()) for one in told["own"]]
     try:
         return RunConfig.model_validate({**told, **given})
     except ValidationError as error:

@@ -54,14 +54,14 @@ def test_a_run_says_what_it_found_and_goes_on_with_more(tiny_folder: Path, promp
 
 def test_scores_made_elsewhere_join(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.csv"
-    own.write_text("prompt,method,start,end,score\np0,mine,0,4,2.0\np0,mine,5,9,1.0\n")
+    own.write_text("prompt,method,char_start,char_end,score\np0,mine,0,4,2.0\np0,mine,5,9,1.0\n")
     words = ["--prompts", prompts, "-m", tiny_folder, "-o", tmp_path / "out", *QUICK, "--no-edges", "--quiet"]
-    assert run(*words, "--limit", 1, "--own", own, "--primary", "mine,weight").exit_code == 0
+    assert run(*words, "--limit", 1, "--own", f"{own}:mine", "--primary", "mine,weight").exit_code == 0
     found = read_compared_run(tmp_path / "out")
     assert "mine" in found.comparison.judged
     assert found.facts["plan"]["primary"] == ["mine", "weight"]
-    refused = run(*words, "--limit", 2, "--own", own)
-    assert refused.exit_code == 2 and "no scores of 'mine' for prompt 'p1'" in refused.stderr
+    refused = run(*words, "--limit", 2, "--own", f"{own}:mine")
+    assert refused.exit_code == 2 and "p1" in refused.stderr, refused.stderr
 
 
 def test_heads_are_probed_once(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
