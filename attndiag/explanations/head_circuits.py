@@ -25,7 +25,7 @@ from attndiag.hooks.record import AttentionCall
 from attndiag.hooks.residual import SeenNorm, linearise_norm
 from attndiag.models.access import evaluating, input_embedding
 from attndiag.models.load import LoadedModel
-from attndiag.models.projections import is_linear_like
+from attndiag.models.projections import is_linear_like, reference_parameter
 
 Key = tuple[str, int, int | None]
 
@@ -261,7 +261,7 @@ def matrix_of(module: nn.Module) -> Tensor:
         return module.weight.detach().T.double()
     if type(module) is Conv1D:
         return module.weight.detach().double()
-    reference = next((p for p in module.parameters() if p.is_floating_point()), None)
+    reference = reference_parameter(module)
     width = int(getattr(module, "in_features", 0))
     if reference is None or width == 0:
         raise UnsupportedModelError(f"the matrix of {type(module).__name__} cannot be read or measured")
@@ -280,4 +280,7 @@ def _may_be_norm(module: nn.Module) -> bool:
 
 
 def same(left: Tensor, right: Tensor) -> bool:
-    return left.shape == right.shape and left.dtype == right.dtype and torch.equal(left, right)
+    """The same rows of features; axes of length 1 and how the leading axes are folded do not matter."""
+    if left.shape[-1:] != right.shape[-1:] or left.numel() != right.numel() or left.dtype != right.dtype:
+        return False
+    return torch.equal(left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1]))

@@ -175,7 +175,9 @@ def _finish(recorder: Recorder, bridge: Any, index: int, call_index: int, seen: 
             z=z,
             scale=None,
             traced_pattern=pattern,
-            output=OutputProjection(f"blocks.{index}.attn.o", _core(block.attn.o), heads, z.shape[-1]),
+            output=OutputProjection(
+                f"blocks.{index}.attn.o", _core(block.attn.o), heads, z.shape[-1], device=z.device, dtype=z.dtype
+            ),
             attn_out=seen["attn.hook_out"],
             trace=trace,
         )

@@ -87,7 +87,8 @@ class PendingCall:
                     break
         if found is None or attn_out is None:
             return replace(call, output_reason=reason, trace=trace)
-        output = OutputProjection(*found, n_heads=call.n_heads, d_value=call.z.shape[3])
+        z = call.z
+        output = OutputProjection(*found, n_heads=call.n_heads, d_value=z.shape[3], device=z.device, dtype=z.dtype)
         if self.sequence_first:
             attn_out = attn_out.transpose(0, 1)
         if self.windows_inside:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from attndiag.errors import ShapeError
+from attndiag.errors import ShapeError, UnsupportedModelError
 
 
 def is_linear_like(module: nn.Module) -> bool:
@@ -23,6 +23,14 @@ def is_linear_like(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D) or (
         hasattr(module, "in_features") and hasattr(module, "out_features")
     )
+
+
+def reference_parameter(module: nn.Module) -> nn.Parameter | None:
+    """The first parameter in whose device and dtype the module computes; None where all are packed.
+
+    Integers and floats of one byte are quantised storage: what such a module reads has another dtype.
+    """
+    return next((p for p in module.parameters() if p.is_floating_point() and p.element_size() > 1), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +42,16 @@ class OutputProjection:
     module_name : where the linear map lives in the model.
     module : the linear map itself.
     n_heads, d_value : how its input splits into heads.
+    device, dtype : of what it was seen to read, where that is known. A module is measured in these where it has no
+        `reference_parameter`.
     """
 
     module_name: str
     module: nn.Module
     n_heads: int
     d_value: int
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
 
     @cached_property
     def b_o(self) -> Tensor:
@@ -72,10 +84,15 @@ class OutputProjection:
         return matrix.reshape(self.n_heads, self.d_value, -1)
 
     def _inputs(self, rows: Tensor) -> Tensor:
-        reference = next((p for p in self.module.parameters() if p.is_floating_point()), None)
-        if reference is None:
-            return rows
-        return rows.to(device=reference.device, dtype=reference.dtype)
+        reference = reference_parameter(self.module)
+        if reference is not None:
+            return rows.to(device=reference.device, dtype=reference.dtype)
+        if self.device is None or self.dtype is None:
+            raise UnsupportedModelError(
+                f"{self.module_name} ({type(self.module).__name__}) has no floating parameter, so the device and dtype "
+                "that it reads are not known; give OutputProjection those of its input"
+            )
+        return rows.to(device=self.device, dtype=self.dtype)
 
     def _apply(self, rows: Tensor) -> Tensor:
         with torch.no_grad():
