@@ -32,6 +32,7 @@ from attndiag.explanations.head_circuits import (
     folded_weights,
     inside,
     matrix_of,
+    norm_before,
     output_weights,
     value_weights,
     watched_forward,
@@ -153,7 +154,11 @@ def composition_scores(
 
 
 def strongest_pairs(table: HeadTable | Mapping[str, Scores], count: int | None = 20) -> pd.DataFrame:
-    """The strongest pairs of heads: kind (q, k, v), earlier and later head, score, its multiple of the spread.
+    """The strongest pairs of heads: kind (q, k, v), earlier and later head, score, its multiple of the spread, next.
+
+    `next` is the score of the earlier head that comes right after this one among all that the same later head reads
+    with the same side; nan for the last of them. In a trained model nearly every pair is many spreads above random
+    matrices, so a pair stands out by its distance from the next.
 
     Raises
     ------
@@ -188,11 +193,21 @@ def strongest_pairs(table: HeadTable | Mapping[str, Scores], count: int | None =
                     "head": head.tolist(),
                     "score": flat[ranked].tolist(),
                     "spreads": (flat[ranked] / each.checks["spread"]).tolist(),
+                    "next": _next_scores(each.values).flatten()[ranked].tolist(),
                 }
             )
         )
     whole = pd.concat(parts, ignore_index=True).sort_values("score", ascending=False, kind="stable")
     return (whole if count is None else whole.head(count)).reset_index(drop=True)
+
+
+def _next_scores(values: Tensor) -> Tensor:
+    """For every pair the next lower score of the same later head, of the shape of `values`; nan where there is none."""
+    read = values.flatten(2)
+    order = read.nan_to_num(nan=-torch.inf).argsort(dim=-1, descending=True, stable=True)
+    ranked = read.gather(-1, order)
+    after = torch.cat([ranked[..., 1:], torch.full_like(ranked[..., :1], torch.nan)], dim=-1)
+    return torch.empty_like(read).scatter_(-1, order, after).view_as(values)
 
 
 # ------------------------------------------------------------------------------------------------ finding the weights
@@ -217,9 +232,7 @@ def _all_weights(lm: LoadedModel, tokens: Tensor) -> tuple[dict[Key, HeadWeights
                 alone = alone or watched_forward(lm, tokens.T)
                 found = [_reading_weights(alone.calls[index], alone, side) for side in ("q", "k")]
                 if None in found:
-                    raise NotApplicableError(
-                        "its q or k is no selection of a linear map's outputs, at position 0 neither"
-                    )
+                    raise NotApplicableError(_why_not_found(call, alone))
                 rotated = (CONTENT_ONLY,)
             else:
                 rotated = ()
@@ -231,6 +244,19 @@ def _all_weights(lm: LoadedModel, tokens: Tensor) -> tuple[dict[Key, HeadWeights
         except (NotApplicableError, UnsupportedModelError) as error:
             reasons[key] = str(error)
     return weights, reasons, order
+
+
+def _why_not_found(call: AttentionCall, seen: SeenForward) -> str:
+    """Why q or k has no single matrix; maps behind a norm inside the attention are named, as in latent attention."""
+    chained = [
+        item.name
+        for item in seen.linear
+        if inside(item, call.module_name)
+        and (norm := norm_before(item, seen)) is not None
+        and inside(norm, call.module_name)
+    ]
+    said = "its q or k is no selection of one linear map's outputs, at position 0 neither"
+    return f"{said}; a norm stands between the residual stream and {chained[0]} (a low-rank chain)" if chained else said
 
 
 def _reading_weights(call: AttentionCall, seen: SeenForward, side: str) -> tuple[Tensor, bool] | None:

@@ -137,7 +137,7 @@ def draw_maps(panels: Sequence[Panel], labels: Sequence[Any]) -> Figure:
             vmax=each.limits[1],
             rasterized=each.values.size > _VECTOR_CELLS,
             edgecolors="face",
-            linewidth=0.2,
+            linewidth=0.5,
         )
         axis.set_title(each.title, fontsize=8)
         axis.set_xlabel("head")
@@ -184,7 +184,7 @@ def draw_composition(table: HeadTable) -> Figure:
         mesh = axis.pcolormesh(
             np.arange(count + 1) - 0.5, np.arange(count + 1) - 0.5, np.ma.masked_invalid(values),
             cmap=mpl.colormaps["viridis"].with_extremes(bad=GRID), vmin=0.0, vmax=largest, edgecolors="face",
-            linewidth=0.2, rasterized=values.size > _VECTOR_CELLS,
+            linewidth=0.5, rasterized=values.size > _VECTOR_CELLS,
         )  # fmt: skip
         axis.set_title(TITLES[name])
         axis.set_xlabel("layer that writes")
@@ -196,7 +196,8 @@ def draw_composition(table: HeadTable) -> Figure:
     first.set_yticks(ticks, [str(labels[i]) for i in ticks])
     first.set_ylabel("layer that reads")
     if mesh is not None:
-        bar = figure.colorbar(mesh, ax=list(axes[0]), pad=0.02, aspect=25)
+        below = any(float(np.nanmin(each, initial=0.0)) < 0 for each in maps)
+        bar = figure.colorbar(mesh, ax=list(axes[0]), pad=0.02, aspect=25, extend="min" if below else "neither")
         bar.set_label("ratio above chance")
         bar.outline.set_visible(False)  # type: ignore[operator]
         bar.ax.tick_params(length=2)

@@ -114,6 +114,7 @@ def composition_view(table: HeadTable | None, *, count: int = 20) -> dict[str, A
                 "later": head_name(row["layer"], row["head"]),
                 "earlier": head_name(row["earlier_layer"], row["earlier_head"]),
                 "score": row["score"],
+                "next": row["next"],
                 "spreads": row["spreads"],
             }
         )
@@ -131,9 +132,11 @@ def _pair_headline(table: HeadTable) -> str:
     if view is None or not view["rows"]:
         return ""
     row = view["rows"][0]
+    score, after = number(row["score"], 2), number(row["next"], 2)
+    beside = "" if math.isnan(row["next"]) else f" (the head that it reads next most: {after})"
     return (
-        f"Of all pairs, {row['later']} reads {row['earlier']} the most, with its {row['kind']}: {row['score']:.2f} "
-        "above random matrices."
+        f"Of all pairs, {row['later']} reads {row['earlier']} the most, with its {row['kind']}: {score} above random "
+        f"matrices{beside}."
     )
 
 

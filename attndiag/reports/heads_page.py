@@ -244,7 +244,7 @@ def _figures(
         if any(kind in table.scores for kind in KINDS):
             caption = (
                 "The strongest pair of every two layers, as a ratio above that of random matrices. Rows read, columns "
-                "write. Grey: no such pair, or not measured."
+                "write. Darkest: at chance or below. Grey: no such pair, or not measured."
             )
             wanted["composition"] = (lambda: draw_composition(table), Drawn("Which layers read which", caption))
     for index, relation in enumerate(relations, start=1):

@@ -25,6 +25,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 BUDGET = 8 * 2**20
 DASH, MINUS = "\u2013", "\u2212"
 
+# px a pt at most: a figure of 7.2 inches fills the page
+_LARGEST = 1.9
 # colours of the figures -> variables of the page, so that a drawing follows light, dark and print
 _COLOURS = {
     INK: "--ink",
@@ -95,8 +97,11 @@ def inline_svg(svg: str, name: str, alt: str) -> Markup:
         drawing = drawing.replace(colour, f"var({variable})")
     drawing = drawing.replace("DejaVu Sans", "system-ui")
     head, rest = drawing.split(">", 1)
-    # the size comes from the page, the proportions from the view box
+    # the size comes from the page, the proportions from the view box; a narrow figure keeps the letters of a wide one
+    wide = re.search(r' width="([\d.]+)pt"', head)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
+    if wide is not None:
+        head += f' style="max-width: {float(wide.group(1)) * _LARGEST:.0f}px"'
     label = escape(alt)
     return Markup(f'{head} role="img" aria-label="{label}">{rest}')
 

@@ -9,17 +9,28 @@ import torch
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
 from attndiag.errors import NotApplicableError
-from attndiag.explanations.head_composition import BEFORE_NORM, CONTENT_ONLY, KINDS, composition_scores, strongest_pairs
-from attndiag.explanations.head_scores import survey_input
+from attndiag.explanations.head_composition import (
+    BEFORE_NORM,
+    CONTENT_ONLY,
+    KINDS,
+    _columns,
+    composition_scores,
+    strongest_pairs,
+)
+from attndiag.explanations.head_scores import heads, survey_input
 from attndiag.models.known import induction_gpt2, induction_llama
 from attndiag.models.load import load
 
@@ -170,3 +181,76 @@ def test_what_is_not_linear_in_the_stream_is_refused():
     assert all("post-norm" in text for text in reasons.values())
     with pytest.raises(NotApplicableError, match="for the probe composition"):
         strongest_pairs(scores)
+
+
+def test_queries_that_are_scaled_before_the_attention():
+    """OPT multiplies q by d_head^-1/2 itself, so q is W_Q's output up to a factor and a bias."""
+    torch.manual_seed(0)
+    model = jitter(
+        OPTForCausalLM(
+            OPTConfig(
+                vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4,
+                max_position_embeddings=64, word_embed_proj_dim=32,
+            )
+        )
+    )  # fmt: skip
+
+    def circuits(layer, head):
+        block = model.model.decoder.layers[layer]
+        gain = block.self_attn_layer_norm.weight.double()[:, None]
+        q, k, v = (getattr(block.self_attn, f"{n}_proj").weight.double().T * gain for n in "qkv")
+        here = slice(head * 8, (head + 1) * 8)
+        q, k, v = ((w - w.mean(dim=0, keepdim=True))[:, here] for w in (q, k, v))
+        return v @ block.self_attn.out_proj.weight.double().T[here], q @ k.T, k @ q.T
+
+    scores, reasons = measured(model)
+    assert reasons == {}
+    compare(scores, circuits, 3)
+    assert scores["q_composition"].provenance["remarks"] == ()
+
+
+def test_columns_in_another_order_and_up_to_a_factor():
+    generator = torch.Generator().manual_seed(0)
+    output = torch.randn(1, 20, 24, generator=generator)
+    order = torch.randperm(24, generator=generator)[:16]
+    factor = torch.linspace(-2, 3, 16)
+    columns, found = _columns(output[0][:, order] * factor, output, 4)
+    assert columns == order.tolist()
+    assert torch.allclose(torch.as_tensor(found).float(), factor, rtol=1e-5)
+    exact, one = _columns(output[0][:, 8:24], output, 4)
+    assert exact == list(range(8, 24)) and one == 1.0
+    # a sum of two columns, a column of zeros and too few rows are no selection
+    assert _columns(torch.cat([output[0][:, :15], output[0][:, :1] + output[0][:, 1:2]], dim=1), output, 4) is None
+    assert _columns(torch.cat([output[0][:, :15], torch.zeros(20, 1)], dim=1), output, 4) is None
+    assert _columns(output[0][:4, order] * factor, output[:, :4], 4) is None
+
+
+@pytest.mark.parametrize(("q_rank", "named"), [(None, "kv_b_proj"), (16, "q_b_proj")])
+def test_latent_attention_is_refused_by_name(q_rank, named):
+    """Its keys and values (and queries) come through a low-rank chain with a norm in it."""
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, first_k_dense_replace=2, q_lora_rank=q_rank, kv_lora_rank=16, qk_rope_head_dim=4,
+        qk_nope_head_dim=4, v_head_dim=8, max_position_embeddings=64, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = jitter(DeepseekV3ForCausalLM(config))
+    scores, reasons = measured(model)
+    assert scores == {} and len(reasons) == 2
+    assert all(f"self_attn.{named} (a low-rank chain)" in text for text in reasons.values()), reasons
+    table = heads(model, probes=["composition", "copying"])
+    assert not table.scores
+    told = {(item.probe, item.layer): item.reason for item in table.not_measurable}
+    assert set(told) == {(probe, layer) for probe in ("composition", "copying") for layer in (0, 1)}
+    assert all("low-rank chain" in reason for reason in told.values())
+
+
+def test_next_is_the_head_that_the_same_head_reads_next():
+    scores, _ = measured(LlamaForCausalLM(LlamaConfig(**SIZES)).eval())
+    frame = strongest_pairs(scores, None)
+    assert len(frame) == 3 * 3 * 16
+    for (_kind, _layer, _head), group in frame.groupby(["kind", "layer", "head"]):
+        assert group["score"].is_monotonic_decreasing
+        assert group["next"].tolist()[:-1] == group["score"].tolist()[1:]
+        assert group["next"].isna().tolist()[-1]

@@ -32,6 +32,7 @@ from attndiag.reports.head_figures import (
 )
 from attndiag.reports.head_words import claim
 from attndiag.reports.heads_page import save_heads
+from attndiag.reports.html import number
 from attndiag.reports.phase_change import PhaseChange, draw_phase_change, lag_sentence
 
 NASTY = "<script>alert(1)</script>"
@@ -210,7 +211,19 @@ def test_composition_has_its_own_section(tmp_path):
     assert 'id="figure-composition"' in text and "<td>keys</td>" in text.replace(' class="text"', "")
     pairs = pd.read_csv(tmp_path / "out" / "pairs.csv")
     assert pairs.iloc[0][["kind", "earlier_layer", "layer"]].tolist() == ["k", 0, 1]
+    assert "next most" not in page.headline  # nothing else is read by that head: no number to stand beside
     figure = draw_composition(table)
     shown = np.ma.filled(figure.axes[1].collections[0].get_array().reshape(2, 2), np.nan)
     assert shown[1, 0] == pytest.approx(table["k_composition"].values[1, 0, 0, 0].item())
     assert np.isnan(shown[0]).all() and np.isnan(shown[1, 1])
+
+
+def test_the_next_pair_stands_beside_the_strongest(tiny_llama, tmp_path, plain_figures):
+    page = save_heads(tmp_path / "out", heads(tiny_llama, probes=["composition"]))
+    pairs = pd.read_csv(tmp_path / "out" / "pairs.csv")
+    best = pairs.iloc[0]
+    same = pairs[(pairs["kind"] == best["kind"]) & (pairs["layer"] == best["layer"]) & (pairs["head"] == best["head"])]
+    assert best["next"] == sorted(same["score"])[-2]
+    assert f"(the head that it reads next most: {number(best['next'], 2)})" in page.headline
+    row = f"<td>{number(best['score'])}</td><td>{number(best['next'])}</td><td>{number(best['spreads'])}</td>"
+    assert row in page.to_html() and "another writer" in page.to_html()

@@ -337,7 +337,7 @@ def test_figures_inside_a_page_do_not_share_ids() -> None:
     )
     drawn = str(inline_svg(svg, "one", 'a "label"'))
     assert 'id="one-p"' in drawn and 'href="#one-p"' in drawn and "url(#one-p)" in drawn
-    assert "metadata" not in drawn and "width=" not in drawn
+    assert "metadata" not in drawn and "width=" not in drawn and 'style="max-width: 6px"' in drawn
     assert "fill: var(--ink)" in drawn
     assert 'aria-label="a &#34;label&#34;"' in drawn
 
