@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attndiag.hooks.record import AttentionCall
 from attndiag.hooks.residual import BlockTrace
-from attndiag.models.projections import OutputProjection
+from attndiag.models.projections import OutputProjection, is_linear_like
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,8 @@ class PendingCall:
     """A call whose output projection and block are not known yet.
 
     `kept` is a copy of z as the watched softmax left it: a few modules go on to change it in place (VITS adds the
-    values of relative positions), and then it is no longer A v. `windows` of an image are rows of the call's batch;
+    values of relative positions), and then it is no longer A v. `passed_by` says which linear map took z and is no
+    projection that could be used. `windows` of an image are rows of the call's batch;
     where the projection reads them position by position instead, its output is put into the order of the call.
     """
 
@@ -42,6 +43,7 @@ class PendingCall:
     kept: Tensor | None = None
     windows: int = 1
     windows_inside: bool = False
+    passed_by: str = ""
 
     def __post_init__(self) -> None:
         if self.call.route == "traced":
@@ -67,13 +69,15 @@ class PendingCall:
         """[batch x window, query_pos, width] from [batch, query_pos x window, width]."""
         return tensor.reshape(-1, self.call.n_queries, self.windows, tensor.shape[-1]).transpose(1, 2).flatten(0, 1)
 
-    def finished(self, find_gate: Callable[[AttentionCall, GateCandidate], tuple[Tensor | None, str]]) -> AttentionCall:
-        """The record with its output projection, or with the reason why it has none."""
+    def finished(
+        self, find_gate: Callable[[AttentionCall, GateCandidate], tuple[Tensor | None, str]], module: nn.Module
+    ) -> AttentionCall:
+        """The record with its output projection, or with the reason why it has none; `module` made the call."""
         call, found, attn_out, gate = self.call, self.projection, self.attn_out, None
         if self.kept is not None and not torch.equal(self.kept, call.z):
             call = replace(call, z=self.kept)
         trace = None if self.trace is None else replace(self.trace, attention_order=self.order)
-        reason = "no linear map takes the head outputs as its input"
+        reason = self.passed_by
         if call.attends != "tokens":
             reason = f"its keys are {call.attends}, not tokens, so its output is no sum over tokens"
         elif call is not self.call:
@@ -86,6 +90,7 @@ class PendingCall:
                     found, attn_out = (candidate.name, candidate.module), candidate.output
                     break
         if found is None or attn_out is None:
+            reason = reason or f"no linear map takes the head outputs as its input{other_weights(module)}"
             return replace(call, output_reason=reason, trace=trace)
         z = call.z
         output = OutputProjection(*found, n_heads=call.n_heads, d_value=z.shape[3], device=z.device, dtype=z.dtype)
@@ -97,6 +102,19 @@ class PendingCall:
         # the very tensor where it fits: a view is not what the model went on with, and no gradient would reach it
         attn_out = attn_out if attn_out.shape == shape else attn_out.reshape(shape)
         return replace(call, output=output, output_gate=gate, attn_out=attn_out, trace=trace)
+
+
+def other_weights(module: nn.Module) -> str:
+    """Matrices of a module that belong to no linear map, in words: what could be W_O and cannot be read as one."""
+    found: dict[str, list[str]] = {}
+    for name, part in module.named_modules():
+        if is_linear_like(part) or isinstance(part, nn.Embedding):
+            continue
+        kind = type(part).__name__ if name else "the module itself"
+        for inner, weight in part.named_parameters(recurse=False):
+            if weight.ndim > 1:
+                found.setdefault(kind, []).append(name or inner)
+    return "".join(f"; weights of {kind}: {', '.join(names)}" for kind, names in found.items())
 
 
 def split_chunks(parts: list[PendingCall], name: str, module: nn.Module, inputs: Tensor, output: Tensor) -> None:

@@ -312,15 +312,14 @@ class Recorder:
         return pending
 
     def _after_linear(self, module: nn.Module, args: tuple, _kwargs: dict, output: Any) -> None:
-        if (
-            self._replaying
-            or not self._pending
-            or not args
-            or not isinstance(args[0], Tensor)
-            or not isinstance(output, Tensor)
-        ):
+        if self._replaying or not self._pending or not args or not isinstance(args[0], Tensor):
             return
         name = self._names[id(module)]
+        if not isinstance(output, Tensor):
+            if self._pending[-1].is_output(args[0]):
+                said = f"{name} takes the head outputs and returns a {type(output).__name__}, not one tensor"
+                self._pending[-1].passed_by = said
+            return
         same_module = [p for p in self._pending if p.call.module_name == self._pending[-1].call.module_name]
         last = same_module[-1]
         if last.is_output(args[0]):
@@ -328,6 +327,10 @@ class Recorder:
                 f"{name}."
             ):  # a wrapper is called after its core
                 last.projection, last.attn_out = (name, module), output
+            return
+        earlier = next((p for p in same_module[:-1] if p.projection is None and p.is_output(args[0])), None)
+        if earlier is not None:
+            earlier.passed_by = f"{name} takes the head outputs, but only after the module's next softmax"
         elif len(same_module) > 1 and all(p.projection is None for p in same_module):
             split_chunks(same_module, name, module, args[0], output)
         elif (
@@ -345,7 +348,7 @@ class Recorder:
             self._deliver(pending)
 
     def _deliver(self, pending: PendingCall) -> None:
-        self.deliver(pending.finished(self._find_gate))
+        self.deliver(pending.finished(self._find_gate, self._model.get_submodule(pending.call.module_name)))
 
     def deliver(self, call: AttentionCall) -> None:
         """Hand a finished record over: checked if asked, kept or passed on."""
