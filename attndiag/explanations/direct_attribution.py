@@ -54,8 +54,8 @@ def target_attributions(
     Raises
     ------
     NotApplicableError : a post-norm model or an encoder-decoder: no straight path leads from a head to the target.
-    UnsupportedModelError : the norm that reads the last block's output is no LayerNorm or RMSNorm, or no gradient
-        reaches it.
+    UnsupportedModelError : the norm that reads the last block's output is no LayerNorm or RMSNorm, no gradient reaches
+        it, or the blocks with attention do not sit in one list.
     """
     one = as_prompts(prompt)[0]
     resolved = resolve_target(lm, one, target)
@@ -136,14 +136,34 @@ def _one_layer(call: AttentionCall, u: Tensor, query: int) -> tuple[Tensor, floa
     return found, abs(float(found.sum()) + bias - added), float(found.abs().sum()) + abs(bias)
 
 
+def _stack(lm: LoadedModel) -> list[str]:
+    """Names of all entries of the list that holds the blocks with attention: in hybrids other mixers stand there too.
+
+    Raises
+    ------
+    UnsupportedModelError : attention sits outside numbered blocks, or in blocks of several lists, so that no block is
+        known to be the last.
+    """
+    sites = sites_of(lm.model)
+    outside = [site.attention for site in sites if site.block is None]
+    if outside:
+        raise UnsupportedModelError(f"{lm.info.architecture} has attention in no numbered block: {outside[0]}")
+    lists = sorted({str(site.block).rpartition(".")[0] for site in sites})
+    holder = lm.model.get_submodule(lists[0])
+    if len(lists) > 1 or not isinstance(holder, nn.ModuleList | nn.Sequential):
+        raise UnsupportedModelError(
+            f"the blocks of {lm.info.architecture} sit in {', '.join(lists)}; target_attribution needs them in one "
+            "list, whose last entry is the last block; use pattern_attribution"
+        )
+    return [f"{lists[0]}.{name}".removeprefix(".") for name in holder._modules]
+
+
 def _clean_run(lm: LoadedModel, resolved: ResolvedTarget) -> tuple[dict[int, AttentionCall], str, SeenNorm | None]:
     """Attention calls by layer, the module whose output the target reads, and that module as a norm.
 
     Where no norm reads the last block, the module is the last block itself and there is no norm.
     """
-    blocks = [site.block for site in sites_of(lm.model) if site.block is not None]
-    if not blocks:
-        raise UnsupportedModelError(f"{lm.info.architecture} has no numbered blocks with attention")
+    blocks = _stack(lm)
     calls: list[AttentionCall] = []
     last: list[Tensor] = []
     seen: list[SeenNorm] = []
@@ -176,6 +196,8 @@ def _clean_run(lm: LoadedModel, resolved: ResolvedTarget) -> tuple[dict[int, Att
         for handle in handles:
             handle.remove()
     found = {int(call.layer): call for call in calls if call.layer is not None and call.kind == "self"}
+    if not last:
+        raise UnsupportedModelError(f"{blocks[-1]} returned no tensor in this forward, so nothing tells where it ends")
     if len(found) != len(calls):
         raise UnsupportedModelError(
             f"{lm.info.architecture} makes {len(calls)} attention calls in {len(found)} numbered layers; "

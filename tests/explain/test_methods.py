@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 import attndiag
@@ -15,7 +16,7 @@ from attndiag.catalog import UnknownParameterError, explain
 from attndiag.comparison.axis import token_axis
 from attndiag.comparison.methods import PLACED, PromptMethods
 from attndiag.comparison.side_by_side import compare
-from attndiag.errors import AttnDiagError, NotApplicableError
+from attndiag.errors import AttnDiagError, NotApplicableError, UnsupportedModelError
 from attndiag.explanations.induction_attention import prefix_matching
 from attndiag.models.known import duplicated_induction, induction_gpt2, loud_gemma2, sink_against_value
 from attndiag.models.known.build import KnownModel
@@ -134,6 +135,72 @@ def test_direct_attribution_and_the_rest_of_the_stream_add_up_to_the_target(
         parts = float(found.values[layer, :, -1].sum())
         b_o = model.transformer.h[layer].attn.c_proj.bias.detach() if family == "gpt2" else torch.zeros_like(u)
         assert parts + float(b_o @ u) == pytest.approx(float(added @ u), rel=exact, abs=exact)
+
+
+def test_the_last_block_of_a_hybrid_may_have_no_attention(word_lm: Any) -> None:
+    """LFM2 (conv, attention, attention, conv): the norm that counts is behind the last block, not inside it.
+
+    Truth from the running model: what each attention branch adds to the stream at the read position, along the real
+    final norm's L^T (W_U[a] - W_U[b]).
+    """
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    kinds = ["conv", "full_attention", "full_attention", "conv"]
+    config = Lfm2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=kinds, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    model = Lfm2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(6) if weight.ndim == 2 else weight.add_(torch.randn_like(weight) * 0.3)
+    lm = word_lm(model)
+    found = explain(lm, TEXT, TARGET, method="target_attribution")
+    final = model.model.embedding_norm
+    added: list[Tensor] = []
+    ends: list[Tensor] = []
+    handles = [
+        model.model.layers[layer].self_attn.register_forward_hook(lambda _m, _a, out: added.append(out[0][0, -1]))
+        for layer in (1, 2)
+    ]
+    handles.append(final.register_forward_pre_hook(lambda _m, args: ends.append(args[0][0, -1])))
+    with torch.no_grad():
+        lm.run(lm.encode(TEXT).inputs)
+    for handle in handles:
+        handle.remove()
+    unembedding = model.lm_head.weight.detach()
+    root = (ends[-1].square().mean() + final.variance_epsilon).sqrt()
+    u = final.weight.detach() * (unembedding[10] - unembedding[20]) / root
+    assert found.verified and found.params["norm"] == "model.embedding_norm"
+    assert found.labels["layer"] == [1, 2]
+    for row, branch in enumerate(added):
+        assert abs(float(branch @ u)) > 0.01
+        assert float(found.values[row, :, -1].sum()) == pytest.approx(float(branch @ u), rel=1e-4, abs=1e-5)
+
+
+def test_blocks_of_several_lists_have_no_last_one(tiny_llama: LlamaForCausalLM, word_lm: Any) -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tiny_llama
+            self.first, self.second = nn.ModuleList([layers[0]]), nn.ModuleList([layers[1]])
+            self.config = tiny_llama.config
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.inner.get_input_embeddings()
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+            hidden = self.inner.model.embed_tokens(input_ids)
+            places = torch.arange(input_ids.shape[1])[None]
+            rotary = self.inner.model.rotary_emb(hidden, places)
+            for block in (self.first[0], self.second[0]):
+                hidden = block(hidden, position_embeddings=rotary)
+            return SimpleNamespace(logits=self.inner.lm_head(self.inner.model.norm(hidden)))
+
+    layers = list(tiny_llama.model.layers)
+    tiny_llama.model.layers = nn.ModuleList()
+    with pytest.raises(UnsupportedModelError, match="sit in first, second; target_attribution needs them in one list"):
+        explain(word_lm(Halves()), TEXT, TARGET, method="target_attribution")
 
 
 def test_the_direct_path_of_the_sink_model_is_its_edge_effect() -> None:
