@@ -8,44 +8,25 @@ the decomposition.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from attndiag.core import contributions as maths
 from attndiag.core.attention import forbidden_entries
-from attndiag.core.fused import attention_contributions
-from attndiag.core.norms import FoldedOutput, fold_output
 from attndiag.errors import NotApplicableError
+from attndiag.explanations.contribution_backends import WITH_RESIDUAL, Kind, Norm, by_kernel, by_parts
 from attndiag.hooks.certify import TOLERANCE, Certificate
 from attndiag.hooks.record import AttentionCall
-from attndiag.hooks.residual import linearise_norm
 from attndiag.scores import Scores, Sign
 
-Kind = Literal[
-    "weight",
-    "value_norm",
-    "head_contribution",
-    "contribution",
-    "contribution_residual",
-    "contribution_norm",
-    "mixing_ratio",
-    "projection",
-    "target_attribution",
-    "alti",
-    "alti_l2",
-]
 Backend = Literal["auto", "reference", "fused"]
-Norm = Literal["own", "next"]
 CertificateKind = Literal["full", "sampled"]
 
 _PAIR = ("batch", "query_pos", "key_pos")
 _HEAD_PAIR = ("batch", "head", "query_pos", "key_pos")
-_WITH_RESIDUAL = ("contribution_residual", "contribution_norm")
-_FUSED_KINDS = {"head_contribution", "contribution", *_WITH_RESIDUAL, "projection", "target_attribution"}
+_FUSED_KINDS = {"head_contribution", "contribution", *WITH_RESIDUAL, "projection", "target_attribution"}
 
 
 @dataclass(frozen=True)
@@ -97,7 +78,8 @@ def contributions(
         - `"contribution_residual"`: ||T_ij + 1[i=j] x_i||; `"contribution_norm"`: the same after the norm layer,
           linearised at its real input; `"mixing_ratio"` (Kobayashi 2021, arXiv 2109.07152).
         - `"projection"`: <T_ij, o_i> / ||o_i||, signed.
-        - `"target_attribution"`: <T_tj, u> by head for query t, signed, direct path only (arXiv 2305.12535).
+        - `"target_attribution"`: <T'_tj, u> by head for query t, T' what is added to the stream (factor and sandwich
+          norm folded in), signed, direct path only (arXiv 2305.12535).
         - `"alti"`, `"alti_l2"`: rows normalised, the raw magnitude in `checks["raw"]` (arXiv 2203.04212).
     backend : `"reference"` reads the pattern and sums the parts one by one; `"fused"` computes straight from q and k
         (`core.fused`), the same numbers to 1e-5 without a pattern; `"auto"` takes `"fused"` wherever it can: q and k
@@ -106,7 +88,9 @@ def contributions(
     norm : `"own"` uses the norm that follows attention in post-norm models; `"next"` asks for the norm that reads the
         residual stream after attention in pre-norm models.
     certificate : `"full"` measures every query row before the numbers may count as verified, `"sampled"` eight of them.
-    direction, query : for `target_attribution`: u [d_model] or [batch, d_model] in the residual stream, and t.
+    direction, query : for `target_attribution`: u [d_model] or [batch, d_model] in the residual stream, and t. u is
+        read where the branch is added: in post-norm models before the norm (`params["direction"]` says so), so give
+        L_t^T u there for a direction behind it.
 
     Returns
     -------
@@ -146,22 +130,25 @@ def contributions(
         proof = call.certificate if certificate == "full" else call.sampled_certificate
         chosen = _choose_backend(call, kind, backend, proof)
         if chosen == "fused":
-            values, checks = _fused(call, kind, work, norm, direction, query)
+            values, checks = by_kernel(call, kind, work, norm, direction, query)
             checks["completeness_error"] = sum(e for e in (proof.formula_error, proof.output_error) if e is not None)
         else:
-            values, checks = _reference(call, kind, work, norm, direction, query)
+            values, checks = by_parts(call, kind, work, norm, direction, query)
     failures = list(proof.failures)
     tolerance = TOLERANCE[call.z.dtype]
     completeness = checks.get("completeness_error")
     if completeness is not None and not completeness <= tolerance:
         failures.append(f"the parts miss the module's output by {completeness:.1e}, above {tolerance:.1e}")
+    params: dict[str, str] = {"norm": norm} if form.norm else {}
+    if kind == "target_attribution" and call.site.place == "post":
+        params = {"direction": "before the norm"}
     return Scores(
         values=_hide_padded_queries(values, call, form, query),
         axes=form.axes,
         method=kind,
         unit=form.unit,
         sign=form.sign,
-        params={"norm": norm} if form.norm else {},
+        params=params,
         provenance={
             "module": call.module_name,
             "layer": call.layer,
@@ -216,7 +203,7 @@ def _choose_backend(
         obstacle = f"{call.module_name} gates its head outputs"
     elif call.output is None:
         obstacle = f"{call.module_name} has no output projection"
-    elif kind in _WITH_RESIDUAL and call.diagonal_offset != call.n_keys - call.n_queries:
+    elif kind in WITH_RESIDUAL and call.diagonal_offset != call.n_keys - call.n_queries:
         obstacle = f"{call.module_name} has room behind its newest key (a static cache), and it takes the last for own"
     elif not proof.formula_passed:
         obstacle = f"the recorded formula misses the output of {call.module_name} by {proof.formula_error:.1e}"
@@ -227,181 +214,6 @@ def _choose_backend(
     if backend == "fused":
         raise NotApplicableError(f'backend="fused" cannot be used here: {obstacle}; use backend="reference" or "auto"')
     return "reference"
-
-
-def _fused(
-    call: AttentionCall,
-    kind: Kind,
-    work: torch.dtype,
-    norm: Norm,
-    direction: Tensor | None,
-    query: int | None,
-) -> tuple[Tensor, dict[str, Any]]:
-    """The same numbers from q and k, no pattern formed. Completeness follows from the certificate: A v = z, z W_O."""
-    w_o, b_o = call.w_o.to(work), call.b_o.to(work)
-    options: dict[str, Any] = {}
-    wanted = [kind]
-    directions = None
-    if kind in _WITH_RESIDUAL:
-        folded = folded_output(call, w_o, b_o, norm=norm if kind == "contribution_norm" else None)
-        w_o = folded.w_o
-        options = {"row_scale": folded.row_scale, "residual": folded.residual}
-    elif kind == "contribution":
-        wanted.append("cancellation")
-    elif kind == "target_attribution":
-        directions, options["target_query"] = _direction(direction, query, work), query
-        if directions.ndim == 2:
-            directions = directions[:, None].expand(-1, call.n_queries, -1)
-    elif kind == "projection":
-        attn_out = call.z.detach().to(work).flatten(2) @ w_o.flatten(0, 1) + b_o
-        size = attn_out.norm(dim=-1, keepdim=True)
-        directions = maths.undefined_where_zero(attn_out, size, "projection")
-    q, k, scale = cast(Tensor, call.q), cast(Tensor, call.k), cast(float, call.scale)
-    result = attention_contributions(
-        q.to(work),
-        k.to(work),
-        call.v.to(work),
-        w_o,
-        scale=scale,
-        mask=call.mask,
-        is_causal=call.is_causal,
-        softcap=call.softcap,
-        sinks=call.sinks,
-        position_bias=call.position_bias,
-        directions=directions,
-        outputs=wanted,
-        layer=call.module_name,
-        **options,
-    )
-    checks: dict[str, Any] = {"formulation": result.formulation, "refined_pairs": result.refined_pairs}
-    if result.cancellation is not None:
-        seen = result.cancellation[~result.cancellation.isnan()]
-        checks["smallest_cancellation"] = float(seen.min()) if seen.numel() else 1.0
-    if kind == "projection" and directions is not None:
-        checks["bias_part"] = (directions * b_o).sum(-1)
-    return getattr(result, kind), checks
-
-
-def _direction(direction: Tensor | None, query: int | None, work: torch.dtype) -> Tensor:
-    if direction is None or query is None:
-        raise NotApplicableError("target_attribution needs `direction` (u in the residual stream) and `query` (t)")
-    return direction.to(work)
-
-
-def _reference(
-    call: AttentionCall,
-    kind: Kind,
-    work: torch.dtype,
-    norm: Norm,
-    direction: Tensor | None,
-    query: int | None,
-) -> tuple[Tensor, dict[str, Any]]:
-    pattern, v = call.pattern.to(work), call.v.detach().to(work)
-    if kind == "weight":
-        return pattern, {}
-    if kind == "value_norm":
-        return maths.value_norm(pattern, v), {}
-
-    w_o, b_o = call.w_o.to(work), call.b_o.to(work)
-    gate = None if call.output_gate is None else call.output_gate.detach().to(work)
-    attn_out = None if call.attn_out is None else call.attn_out.detach().to(work)
-    checks: dict[str, Any] = {}
-    if attn_out is not None:
-        errors = maths.completeness_error(pattern, v, w_o, attn_out, bias=b_o, gate=gate)
-        checks["completeness_error"] = float(_rows_that_count(errors, call).max())
-
-    if kind == "head_contribution":
-        return _head_contribution(pattern, v, w_o, gate), checks
-    if kind == "contribution":
-        values = maths.contribution(pattern, v, w_o, gate=gate)
-        written = _head_contribution(pattern, v, w_o, gate).sum(1)
-        ratio = torch.where(written > 0, values / written, torch.inf)
-        checks["smallest_cancellation"] = min(float(ratio.min()), 1.0)
-        return values, checks
-    if kind == "projection":
-        values, bias_part = maths.projection(pattern, v, w_o, bias=b_o, gate=gate)
-        return values, checks | {"bias_part": bias_part}
-    if kind == "target_attribution":
-        u = _direction(direction, query, work)
-        return maths.target_attribution(pattern, v, w_o, u, cast(int, query), gate=gate), checks
-
-    # the vector whose parts are measured: after the norm in post-norm blocks, the stream itself in the others
-    after_norm = kind == "contribution_norm" or (kind != "contribution_residual" and call.site.place == "post")
-    folded = folded_output(call, w_o, b_o, norm=norm if after_norm else None)
-    common: dict[str, Any] = {
-        "residual": folded.residual,
-        "row_scale": folded.row_scale,
-        "diagonal_offset": call.diagonal_offset,
-        "gate": gate,
-    }
-    if kind in _WITH_RESIDUAL:
-        return maths.contribution(pattern, v, folded.w_o, **common), checks
-    if kind == "mixing_ratio":
-        return maths.mixing_ratio(pattern, v, folded.w_o, **common), checks
-    measure: Callable[..., tuple[Tensor, Tensor]] = maths.alti if kind == "alti" else maths.alti_l2
-    shares, raw = measure(pattern, v, folded.w_o, bias=folded.bias, **common)
-    return shares, checks | {"raw": raw}
-
-
-def folded_output(call: AttentionCall, w_o: Tensor, b_o: Tensor, *, norm: Norm | None) -> FoldedOutput:
-    """What the block does between W_O and the stream (branch factor, sandwich norm, norm after the sum), folded.
-
-    Parameters
-    ----------
-    norm : None leaves the norm after the sum out; `"own"` takes the post norm; `"next"` the norm that reads the sum.
-
-    Raises
-    ------
-    NotApplicableError : there is no such norm in this block.
-    UnsupportedModelError : the residual stream could not be located.
-    """
-    site = call.site.require_known("the residual stream")
-    reader = None
-    if norm is not None:
-        if site.place != "post" and norm == "own":
-            raise NotApplicableError(
-                f"{call.module_name} is a {site.place}-norm block: no norm follows the sum with the residual. "
-                'Ask for norm="next" to take the norm that reads the stream, or use contribution_residual'
-            )
-        if site.reader is None:
-            raise NotApplicableError(
-                f"{call.module_name}: no norm of this block reads the stream after attention ({site.place}); "
-                "use contribution_residual"
-            )
-        reader = linearise_norm(site.reader)
-    sandwich = None if site.branch_norm is None else linearise_norm(site.branch_norm)
-    return fold_output(
-        w_o,
-        b_o,
-        resid_pre=None if site.resid_pre is None else site.resid_pre.detach().to(w_o.dtype),
-        multiplier=site.multiplier,
-        sandwich=sandwich,
-        norm=reader,
-    )
-
-
-def _head_contribution(pattern: Tensor, v: Tensor, w_o: Tensor, gate: Tensor | None) -> Tensor:
-    if gate is None:
-        return maths.head_contribution(pattern, v, w_o)
-    group = pattern.shape[1] // v.shape[1]
-    heads = [
-        maths.contribution(
-            pattern[:, h : h + 1], v[:, h // group : h // group + 1], w_o[h : h + 1], gate=gate[:, :, h : h + 1]
-        )
-        for h in range(pattern.shape[1])
-    ]
-    return torch.stack(heads, dim=1)
-
-
-def _rows_that_count(per_query: Tensor, call: AttentionCall) -> Tensor:
-    """Drop rows whose content is a convention (padding, no key allowed in some head)."""
-    keep = torch.ones(per_query.shape, dtype=torch.bool, device=per_query.device)
-    if call.query_valid is not None:
-        keep &= call.query_valid
-    if call.fully_masked is not None:
-        keep &= ~call.fully_masked.any(1).expand_as(keep)
-    kept = per_query[keep]
-    return kept if kept.numel() else per_query.new_zeros(1)
 
 
 def _hide_padded_queries(values: Tensor, call: AttentionCall, form: _Form, query: int | None) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from attndiag.core.contributions import target_attribution
 from attndiag.errors import NotApplicableError, UnsupportedModelError
-from attndiag.explanations.contributions import folded_output
+from attndiag.explanations.contribution_backends import folded_output
 from attndiag.explanations.interventions import provenance
 from attndiag.explanations.resolve import prompt_label, resolve_target
 from attndiag.explanations.resolved import ResolvedTarget

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from attndiag.errors import NotApplicableError, UnsupportedModelError
-from attndiag.explanations.contributions import Backend, CertificateKind, Kind, Norm, contributions
+from attndiag.explanations.contribution_backends import Kind, Norm
+from attndiag.explanations.contributions import Backend, CertificateKind, contributions
 from attndiag.hooks.capture_context import capture
 from attndiag.hooks.record import AttentionCall
 from attndiag.models.access import accepts

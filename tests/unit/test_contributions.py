@@ -158,7 +158,7 @@ def test_residual_parts_sum_to_the_stream(family, extra):
     site = call.site
     assert site.multiplier == pytest.approx(extra.get("residual_multiplier", 1.0), abs=1e-6)
     from attndiag.core.contributions import part_blocks
-    from attndiag.explanations.contributions import folded_output
+    from attndiag.explanations.contribution_backends import folded_output
 
     folded = folded_output(call, call.w_o.double(), call.b_o.double(), norm=None)
     total = torch.zeros(9, 32, dtype=torch.float64)
@@ -173,6 +173,49 @@ def test_residual_parts_sum_to_the_stream(family, extra):
         branch = call.attn_out if site.branch_norm is None else site.branch_norm.output
         torch.testing.assert_close(total.float(), (site.resid_pre + branch)[0], atol=2e-5, rtol=2e-5)
     assert attndiag.contributions(call, "contribution_residual").verified
+
+
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+@pytest.mark.parametrize(
+    ("family", "extra"), [("granite", {"residual_multiplier": 0.22}), ("gemma2", {"head_dim": 8}), ("olmo2", {})]
+)
+def test_target_attribution_adds_up_to_what_the_branch_adds(family, extra, backend):
+    """The branch factor and the sandwich norm stand between W_O and the stream that u lives in."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family, vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=0, eos_token_id=0, pad_token_id=0, **extra,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for weight in model.parameters():
+        weight.data.mul_(6) if weight.ndim == 2 else weight.data.add_(torch.randn_like(weight) * 0.3)
+    block, seen = model.model.layers[1], {}
+    branch = block.self_attn if family == "granite" else block.post_attention_layernorm
+    handle = branch.register_forward_hook(lambda _m, _a, out: seen.update(added=out if family != "granite" else out[0]))
+    call = capture_one(model, torch.randint(2, 64, (2, 9)), 1)
+    handle.remove()
+    u = torch.randn(32)
+    scores = attndiag.contributions(call, "target_attribution", backend, direction=u, query=7).require_verified()
+    truth = extra.get("residual_multiplier", 1.0) * seen["added"][:, 7] @ u
+    assert float(truth.abs().min()) > 0.03
+    torch.testing.assert_close(scores.values.sum((1, 2)), truth, rtol=1e-4, atol=1e-4)
+    # without the fold it is another number
+    plain = call.attn_out[:, 7] @ u
+    assert not torch.allclose(plain, truth, rtol=0.1, atol=0.01)
+    assert scores.params == {}
+
+
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+def test_target_attribution_of_a_post_norm_block_says_where_its_direction_stands(backend):
+    config = BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48
+    )  # fmt: skip
+    call = capture_one(BertModel(config).eval(), torch.randint(2, 64, (1, 9)))
+    u = torch.randn(32)
+    scores = attndiag.contributions(call, "target_attribution", backend, direction=u, query=3).require_verified()
+    assert scores.params == {"direction": "before the norm"}
+    added = (call.attn_out[0, 3] - call.b_o) @ u
+    torch.testing.assert_close(scores.values.sum(), added, rtol=1e-4, atol=1e-5)
 
 
 def test_cross_attention_has_contributions_and_no_diagonal():
