@@ -8,7 +8,6 @@ not measured again. Without an output folder everything stays in memory; the tab
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime
@@ -254,7 +253,7 @@ def run_facts(lm: LoadedModel, identity: Identity, plan: RunPlan, keys: Sequence
         "edges": plan.edge_text,
         "deep": plan.deep,
         "seed": plan.seed,
-        "plan": json.loads(json.dumps(identity.plan, default=str)),
+        "plan": dict(identity.plan),
         "versions": package_versions(),
         "threads": torch.get_num_threads(),
         "notes": list(info.notes),

@@ -12,6 +12,7 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from attndiag.errors import PromptError
+from attndiag.explanations.replacement import Replacement
 from attndiag.models.load import LoadedModel
 from attndiag.prompts import Prompt, Target
 
@@ -32,8 +34,63 @@ _NO_PART = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "us
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of a JSON-like value, 64 hex digits."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+    """SHA-256 of a JSON-like value, 64 hex digits.
+
+    Raises
+    ------
+    TypeError : something that JSON does not have; `plain` makes it so, or refuses it.
+    """
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def plain(value: Any, what: str = "value") -> Any:
+    """A parameter as JSON gives it back: tuples as lists, arrays by shape, dtype and SHA-256 of their bytes.
+
+    Parameters
+    ----------
+    what : how an error calls it.
+
+    Raises
+    ------
+    ValueError : something that has no such form, so that nobody could tell two of its kind apart.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return plain(value.item(), what)
+    if isinstance(value, Replacement):
+        return plain_replacement(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(part, f"{what}.{name}") for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part, f"{what}[{index}]") for index, part in enumerate(value)]
+    if isinstance(value, torch.Tensor) and value.device.type != "meta":
+        whole = value.detach().cpu().contiguous()
+        return _array(whole.reshape(-1).view(torch.uint8).numpy().tobytes(), whole.shape, whole.dtype)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return _array(np.ascontiguousarray(value).tobytes(), value.shape, value.dtype)
+    raise ValueError(
+        f"{what} is a {type(value).__qualname__}; expected numbers, texts, lists, dictionaries, arrays or tensors"
+    )
+
+
+def _array(data: bytes, shape: Sequence[int], dtype: Any) -> dict[str, Any]:
+    return {"sha256": hashlib.sha256(data).hexdigest(), "shape": list(shape), "dtype": str(dtype)}
+
+
+def plain_replacement(one: Replacement) -> dict[str, Any]:
+    """A replacement as JSON-like values; a masked model by its weights."""
+    return {
+        "label": one.label,
+        "name": one.name,
+        "draws": one.draws,
+        "seed": one.seed,
+        "token": one.token,
+        "width": one.width,
+        "counts": None if one.counts is None else digest([float(count) for count in one.counts]),
+        "variants": plain(one.variants, "variants"),
+        "masked": None if one.masked is None else model_identity(one.masked),
+    }
 
 
 def package_versions() -> dict[str, str]:
@@ -50,9 +107,7 @@ def package_versions() -> dict[str, str]:
 
 def plain_prompt(prompt: Prompt) -> dict[str, Any]:
     """A prompt as JSON-like values, without what is carried along unread."""
-    found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in vars(prompt).items()}
-    del found["meta"]
-    return found
+    return {name: plain(value, name) for name, value in vars(prompt).items() if name != "meta"}
 
 
 def with_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -113,7 +168,23 @@ def weights_fingerprint(model: nn.Module) -> str:
 def _config_hash(lm: LoadedModel) -> str:
     as_dict = getattr(getattr(lm.model, "config", None), "to_dict", None)
     told: Any = as_dict() if callable(as_dict) else {}
-    return digest({name: value for name, value in told.items() if name not in _NO_PART})[:16]
+    return digest({str(name): _told(value) for name, value in told.items() if name not in _NO_PART})[:16]
+
+
+def _told(value: Any) -> Any:
+    """An entry of a configuration as JSON-like values; of objects, which name no number, the kind."""
+    if isinstance(value, Mapping):
+        return {str(name): _told(part) for name, part in value.items() if name not in _NO_PART}
+    if isinstance(value, list | tuple):
+        return [_told(part) for part in value]
+    if isinstance(value, set | frozenset):
+        return sorted(str(part) for part in value)
+    if isinstance(value, torch.dtype | Enum):
+        return str(value)
+    try:
+        return plain(value)
+    except ValueError:
+        return type(value).__qualname__
 
 
 def prompt_key(

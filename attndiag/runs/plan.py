@@ -15,7 +15,7 @@ from attndiag.comparison.edge_measuring import EdgePlan
 from attndiag.comparison.methods import check_methods
 from attndiag.comparison.one_prompt import DEFAULT_METRICS, Plan
 from attndiag.explanations.replacement import Replacement
-from attndiag.runs.keys import digest
+from attndiag.runs.keys import plain, plain_replacement
 from attndiag.stats.controls import METRICS
 from attndiag.stats.verdicts import Thresholds
 
@@ -78,13 +78,13 @@ class RunPlan:
         compared = self.compared
         return {
             "methods": list(compared.methods),
-            "params": {name: dict(given) for name, given in sorted(compared.params.items())},
-            "replacements": [_plain_replacement(one) for one in compared.replacements],
+            "params": plain(dict(sorted(compared.params.items())), "params"),
+            "replacements": [plain_replacement(one) for one in compared.replacements],
             "metrics": list(compared.metrics),
             "metric_draws": compared.metric_draws,
             "random_orders": compared.random_orders,
             "thresholds": asdict(compared.thresholds),
-            "edges": None if self.edges is None else _lists(asdict(self.edges)),
+            "edges": None if self.edges is None else plain(asdict(self.edges)),
             "heads": self.heads,
             "primary": None if self.primary is None else list(self.primary),
             "seed": compared.seed,
@@ -138,6 +138,8 @@ def make_plan(
     unused = sorted(set(params or {}) - set(names))
     if unused:
         raise ValueError(f"params name {unused}, which are not among the methods {list(names)}")
+    # what has no plain form is refused here, before any model runs
+    plain(given, "params")
     if replacements is None:
         replacements = (f"sampled:draws={DEEP_DRAWS if deep else DEFAULT_DRAWS}",)
     compared = Plan(
@@ -223,24 +225,3 @@ def _seeded(one: Replacement | str, seed: int) -> Replacement:
         return one
     found = Replacement.parse(one)
     return replace(found, seed=seed) if found.random and "seed=" not in one else found
-
-
-def _plain_replacement(one: Replacement) -> dict[str, Any]:
-    return {
-        "label": one.label,
-        "name": one.name,
-        "draws": one.draws,
-        "seed": one.seed,
-        "token": one.token,
-        "width": one.width,
-        "counts": None if one.counts is None else digest([float(count) for count in one.counts]),
-        "variants": one.variants,
-        "masked": None if one.masked is None else one.masked.info.as_dict(),
-    }
-
-
-def _lists(value: Any) -> Any:
-    """Tuples as lists, as JSON gives them back."""
-    if isinstance(value, Mapping):
-        return {name: _lists(part) for name, part in value.items()}
-    return [_lists(part) for part in value] if isinstance(value, list | tuple) else value

@@ -86,6 +86,25 @@ def test_everything_that_decides_a_number_changes_the_key(lm: LoadedModel, monke
     assert len(set(found.values())) == len(found), found
 
 
+def test_params_are_plain_once_and_all_of_an_array_decides() -> None:
+    def plan(value: object) -> dict:
+        return make_plan(["input_x_gradient"], params={"input_x_gradient": {"given": value}}).plain()["params"]
+
+    assert plan((1, (2, "a"))) == plan([1, [2, "a"]]) == {"input_x_gradient": {"given": [1, [2, "a"]]}}
+    long = np.zeros(5000)
+    other = long.copy()
+    # where the text of a long array is cut
+    other[2500] = 1
+    assert str(long) == str(other)
+    found = [long, other, long.reshape(50, 100), long.astype(np.float32), torch.zeros(5000), long.tolist()]
+    assert len({keys.digest(plan(value)) for value in found}) == len(found)
+    assert plan(long) == plan(long.copy()) and plan(np.float64(2)) == plan(2.0)
+    with pytest.raises(ValueError, match=r"params\.input_x_gradient\.given\[1\] is a object; expected numbers, texts"):
+        plan([1, object()])
+    with pytest.raises(TypeError):
+        keys.digest({"a": object()})
+
+
 def test_plans_survive_as_plain_values() -> None:
     for plan in (
         make_plan(),
