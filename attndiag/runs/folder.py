@@ -336,6 +336,15 @@ def is_leftover(path: Path) -> bool:
     return re.fullmatch(r"\..+\.\d+\.tmp", path.name) is not None
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed runs left half-written. Only with the folder held: nobody else writes to it then."""
+    patterns = (".*.tmp", *(f"{name}/.*.tmp" for name in ("tables", "results", "figures", "summary", "shards/*")))
+    for thing in [found for pattern in patterns for found in folder.glob(pattern)]:
+        if is_leftover(thing):
+            with explained(thing):
+                thing.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the folder, so that no second run writes to it. A killed run's lock is free again at once.

@@ -13,13 +13,15 @@ from typing import Any
 
 from attndiag.errors import RunFolderError
 from attndiag.prompts import Prompt
-from attndiag.runs.folder import MARKER, RunFolder, read_parquet
+from attndiag.runs.folder import LAST_TABLE, MARKER, RunFolder, explained, read_parquet
 from attndiag.runs.plan import plan_differences
+from attndiag.runs.schemas import TABLES
 
 # facts of the marker that make a run another one; times and places do not
 _DECIDE = (
     "model",
     "revision",
+    "weights",
     "architecture",
     "dtype",
     "tokenizer_hash",
@@ -76,16 +78,28 @@ def whole_prompts(
     RunFolderError : a shard of another run lies in the place of one of this run.
     """
     found: dict[str, dict[str, Any]] = {}
+    again: list[str] = []
     for index, prompt in enumerate(prompts):
         key = f"{index:06d}"
-        if not folder.shard("prompts", key).is_file():
+        there = [table for table in TABLES if folder.shard(table, key).is_file()]
+        if not there:
             continue
         try:
-            row = _whole(folder, key, str(prompt.id))
+            row = _whole(folder, key, str(prompt.id), there)
         except DamagedShardError as error:
             say(f"measuring again: {error}")
+            again.append(key)
             continue
-        found[key] = row
+        if row is None:
+            again.append(key)
+        else:
+            found[key] = row
+    # once nothing was refused: what is measured again must find none of its old shards
+    for key in again:
+        for table in TABLES:
+            path = folder.shard(table, key)
+            with explained(path):
+                path.unlink(missing_ok=True)
     if found:
         say(f"{len(found)} of {len(prompts)} prompts are in {folder.path} already")
     return found
@@ -95,15 +109,28 @@ class DamagedShardError(RunFolderError):
     """A shard cannot be read or lacks something."""
 
 
-def _whole(folder: RunFolder, key: str, prompt: str) -> dict[str, Any]:
-    rows = _own_rows(folder, "prompts", key, prompt)
+def _whole(folder: RunFolder, key: str, prompt: str, there: Sequence[str]) -> dict[str, Any] | None:
+    """The row of `prompts`; None where the prompt was never done, or lacked memory. Every shard is read."""
+    damage: DamagedShardError | None = None
+    rows: list[dict[str, Any]] = []
+    for table in there:
+        try:
+            read = _own_rows(folder, table, key, prompt)
+        except DamagedShardError as error:
+            # the others may be foreign, which is refused
+            damage = damage or error
+            continue
+        rows = read if table == LAST_TABLE else rows
+    if damage is not None:
+        raise damage
+    if LAST_TABLE not in there:
+        return None
     if len(rows) != 1:
-        raise DamagedShardError(f"{folder.shard('prompts', key)} has {len(rows)} rows; expected one")
+        raise DamagedShardError(f"{folder.shard(LAST_TABLE, key)} has {len(rows)} rows; expected one")
     for table in (*(_MEASURED if rows[0]["n_calls"] else ()), "timings"):
-        if not folder.shard(table, key).is_file():
+        if table not in there:
             raise DamagedShardError(f"{folder.shard(table, key)} is gone")
-        _own_rows(folder, table, key, prompt)
-    return rows[0]
+    return None if rows[0].get("transient") else rows[0]
 
 
 def _own_rows(folder: RunFolder, table: str, key: str, prompt: str) -> list[dict[str, Any]]:
@@ -119,4 +146,4 @@ def _own_rows(folder: RunFolder, table: str, key: str, prompt: str) -> list[dict
             f"{path} holds prompt {sorted(prompts)} of run {sorted(runs)}, not {prompt!r} of {folder.run_id}; move it "
             "away, or give another folder. It was not touched"
         )
-    return found.to_pylist() if table == "prompts" else []
+    return found.to_pylist() if table == LAST_TABLE else []

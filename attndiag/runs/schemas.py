@@ -118,6 +118,7 @@ RUNS = TableSchema(
         Column("source", "string", "kind of place it was loaded from"),
         Column("location", "string", "where it was loaded from"),
         Column("revision", "string", "what pins the weights; null where nothing does"),
+        Column("weights", "string", "fingerprint of the weights, 16 hex digits"),
         Column("architecture", "string", "model class"),
         Column("parameters", "int64", "number of parameters, shared ones once"),
         Column("dtype", "string", "dtype of most parameters"),
@@ -167,6 +168,7 @@ PROMPTS = TableSchema(
         Column("task_ok", "bool", "target is top-1 and beats the foil; null without a target"),
         Column("n_calls", "int32", "attention calls captured"),
         Column("n_certified", "int32", "of those, certified"),
+        Column("transient", "bool", "failed for lack of memory: the next run into this folder tries it again"),
     ),
 )
 

@@ -7,11 +7,9 @@ row with its reason. Nothing is drawn at random.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,38 +25,24 @@ from attndiag.models.encoding import Encoded
 from attndiag.models.load import LoadedModel
 from attndiag.prompts import Prompt
 from attndiag.runs.call_measures import measure_call
-from attndiag.runs.call_record import CallMeasures, CallSettings
-from attndiag.runs.folder import RunFolder, locked
-from attndiag.runs.keys import digest, package_versions, with_ids
+from attndiag.runs.call_record import CallMeasures
+from attndiag.runs.folder import RunFolder, locked, read_parquet, remove_leftovers
+from attndiag.runs.keys import with_ids
 from attndiag.runs.memory import MemoryEstimate, estimate_memory
 from attndiag.runs.resuming import find_run, whole_prompts
 from attndiag.runs.rows import check_rows, disagreement_rows, head_rows, refusal_rows, score_rows, token_rows
 from attndiag.runs.schemas import PROMPTS, RUNS, TIMINGS
 from attndiag.runs.task_check import Answers, check_task, predicts_next_token, resolve_answers
+from attndiag.runs.weights_facts import METHODS, RunSettings, run_facts, run_identity
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+__all__ = ["METHODS", "RunOutcome", "RunSettings", "estimate_run", "longest_prompt", "measure_prompts", "run_identity"]
+
 Progress = Callable[[str, int, int], None]
-METHODS = ("weight", "head_contribution", "contribution")
 # what can be wrong with one prompt while the others are fine; everything else stops the run
 PROMPT_FAULTS = (PromptError, TargetError, InsufficientMemoryError, UnverifiedCaptureError)
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """What a run measures.
-
-    Parameters
-    ----------
-    calls : settings of the measures of one attention call.
-    strongest : how many of the strongest disagreements of each direction and kind of key are kept a prompt.
-    seed : written down; nothing is drawn here.
-    """
-
-    calls: CallSettings = field(default_factory=CallSettings)
-    strongest: int = 5
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +64,8 @@ class RunOutcome:
         return (
             self.n_failed + self.n_without_target == 0
             and self.n_calls == self.n_certified
-            and self.logits_equal is not False
+            # None: nobody asked, so it did not pass
+            and self.logits_equal is True
         )
 
 
@@ -136,9 +121,10 @@ def measure_prompts(
     """
     settings = settings or RunSettings()
     named = with_ids(prompts)
-    facts = _run_facts(lm, named, settings, prompt_file, n_skipped)
+    facts = run_facts(lm, named, settings, prompt_file, n_skipped)
     RunFolder.require_place(output)
     with locked(Path(output)):
+        remove_leftovers(Path(output))
         found = None if overwrite else find_run(output, facts)
         if found is not None and found.finished:
             return _outcome(found)
@@ -160,8 +146,7 @@ def _measure_missing(
 ) -> None:
     started = time.perf_counter()
     done = whole_prompts(folder, prompts, say)
-    spent = folder.read("timings")
-    earlier = float(spent["seconds"].sum()) if done else 0.0
+    earlier = sum(read_parquet(folder.shard("timings", key)).to_pandas()["seconds"].sum() for key in done)
     equal = _Once(folder.about["runs"].get("logits_equal"))
     told = equal.answer
     for index, prompt in enumerate(prompts):
@@ -171,11 +156,12 @@ def _measure_missing(
         if progress is not None:
             progress("measuring", len(done), len(prompts))
         measured = _measure_prompt(lm, prompt, index, settings, equal)
-        folder.write_shard(key, _tables(folder.run_id, prompt, measured, settings))
-        done[key] = measured.row
         if equal.answer is not told:
+            # before the shard: a prompt that is there is not measured again, so nobody would ask again
             told = equal.answer
             folder.note({"logits_equal": told})
+        folder.write_shard(key, _tables(folder.run_id, prompt, measured, settings))
+        done[key] = measured.row
     if progress is not None:
         progress("measuring", len(prompts), len(prompts))
     seconds = time.perf_counter() - started
@@ -187,14 +173,21 @@ def _measure_missing(
         "kernel": ", ".join(kernels) or None,
         "backend": ", ".join(backends) or None,
         "logits_equal": equal.answer,
-        "seconds": earlier + seconds,
+        "seconds": float(earlier) + seconds,
     }
+    if any(row.get("transient") for row in done.values()):
+        # open, with its shards: the next run into this folder tries again what lacked memory
+        facts["status"] = "unfinished"
+        folder.note(facts)
+        folder.merge_shards({"runs": RUNS.table(facts)})
+        return
     folder.finish({"runs": RUNS.table(facts)})
 
 
 def _outcome(folder: RunFolder) -> RunOutcome:
     """What a finished run says of itself."""
-    rows, run = folder.read("prompts"), folder.read("runs").iloc[0]
+    rows = folder.read("prompts")
+    run = folder.read("runs").iloc[0] if folder.finished else folder.about["runs"]
     return RunOutcome(
         folder,
         n_prompts=len(rows),
@@ -236,6 +229,7 @@ def _measure_prompt(lm: LoadedModel, prompt: Prompt, index: int, settings: RunSe
         "status": "ok",
         "n_calls": 0,
         "n_certified": 0,
+        "transient": False,
     }
     encoded = None
     try:
@@ -246,7 +240,7 @@ def _measure_prompt(lm: LoadedModel, prompt: Prompt, index: int, settings: RunSe
         ).require_fit(f"prompt {prompt.id!r}")
         calls, refusals, logits, seconds = _captured(lm, encoded, settings, equal)
     except PROMPT_FAULTS as error:
-        row |= {"status": "failed", "error": str(error)}
+        row |= {"status": "failed", "error": str(error), "transient": isinstance(error, InsufficientMemoryError)}
         return _Measured(row, encoded, [], [], {})
     row |= {"n_calls": len(calls), "n_certified": sum(call.certified for call in calls)}
     if logits is not None and predicts_next_token(lm):
@@ -336,72 +330,3 @@ def _tables(run_id: str, prompt: Prompt, measured: _Measured, settings: RunSetti
     if measured.refusals:
         tables["refusals"] = refusal_rows(run_id, name, measured.refusals)
     return tables
-
-
-def _run_facts(
-    lm: LoadedModel,
-    prompts: Sequence[Prompt],
-    settings: RunSettings,
-    prompt_file: str | Path | None,
-    n_skipped: int,
-) -> dict[str, Any]:
-    """Columns of `runs` that are known before the work. The id follows from what is measured, on what, with what."""
-    info, params, versions = lm.info, asdict(settings), package_versions()
-    return {
-        "run": run_identity(lm, prompts, settings),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "status": "unfinished",
-        "model": info.name,
-        "source": info.source,
-        "location": info.location,
-        "revision": info.revision,
-        "architecture": info.architecture,
-        "parameters": info.n_parameters,
-        "dtype": info.dtype,
-        "device": info.device,
-        "backend": settings.calls.backend,
-        "tokenizer_hash": info.tokenizer_hash,
-        "adds_bos": info.adds_bos,
-        "prompt_file": None if prompt_file is None else str(prompt_file),
-        "prompt_hash": _prompt_hash(prompts),
-        "n_prompts": len(prompts),
-        "n_skipped": n_skipped,
-        "methods": ", ".join(METHODS),
-        "params": json.dumps(params, sort_keys=True),
-        "seed": settings.seed,
-        "versions": json.dumps(versions, sort_keys=True),
-        "threads": torch.get_num_threads(),
-        "notes": "; ".join(info.notes) or None,
-    }
-
-
-def run_identity(lm: LoadedModel, prompts: Sequence[Prompt], settings: RunSettings) -> str:
-    """The id of a run: what is measured, on what, with what. Device, batching and time do not change it."""
-    info = lm.info
-    return _digest(
-        {
-            "model": info.location or info.name,
-            "revision": info.revision,
-            "architecture": info.architecture,
-            "dtype": info.dtype,
-            "attention": info.attn_implementation,
-            "tokenizer": info.tokenizer_hash,
-            "prompts": _prompt_hash(with_ids(prompts)),
-            "methods": METHODS,
-            "params": asdict(settings),
-            "version": package_versions()["attndiag"],
-        }
-    )
-
-
-def _prompt_hash(prompts: Sequence[Prompt]) -> str:
-    return _digest([_plain(prompt) for prompt in prompts])
-
-
-def _plain(prompt: Prompt) -> dict[str, Any]:
-    return {key: dict(value) if isinstance(value, Mapping) else value for key, value in vars(prompt).items()}
-
-
-def _digest(value: Any) -> str:
-    """First 16 hex digits."""
-    return digest(value)[:16]

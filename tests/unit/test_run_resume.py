@@ -442,6 +442,23 @@ def test_a_damaged_shard_of_a_weights_run_is_measured_again(lm: LoadedModel, int
     assert said[2].startswith("1 of 5 prompts")
 
 
+@pytest.mark.parametrize("table", ["timings", "tokens", "refusals"])
+def test_every_shard_of_a_prompt_is_read_and_a_damaged_one_heals(
+    lm: LoadedModel, interrupted: Path, table: str
+) -> None:
+    # no refusals were written: what lies in their place is of no prompt that was done
+    damaged = interrupted / "shards" / table / "000001.parquet"
+    damaged.parent.mkdir(exist_ok=True)
+    damaged.write_bytes(b"PAR1")
+    stale = interrupted / "shards" / "refusals" / "000003.parquet"
+    stale.parent.mkdir(exist_ok=True)
+    stale.write_bytes(b"of a prompt that was never done")
+    said: list[str] = []
+    assert_like_a_quiet_run(lm, interrupted, said)
+    assert [text.split(" ")[0] for text in said] == ["measuring", "measuring", "2"]
+    assert f"{table}/000001.parquet is damaged" in said[0]
+
+
 def test_a_foreign_shard_of_a_weights_run_is_refused(lm: LoadedModel, interrupted: Path) -> None:
     heads = interrupted / "shards" / "heads"
     shutil.copy(heads / "000000.parquet", heads / "000001.parquet")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -255,6 +256,60 @@ def test_the_identity_follows_what_is_measured(tiny_lm: LoadedModel, sink_lm: Lo
     assert len(ids) == 5
 
 
+def test_other_weights_are_another_run_and_what_is_carried_along_is_not(sink_lm: LoadedModel, tmp_path: Path) -> None:
+    changed = copy.deepcopy(sink_lm.model)
+    with torch.no_grad():
+        next(iter(changed.parameters())).view(-1)[3] += 1
+    other = attndiag.load(changed, tokenizer=sink_lm.tokenizer)
+    assert (other.info.name, other.info.revision) == (sink_lm.info.name, sink_lm.info.revision)
+    ids = [run_identity(lm, [SINK_PROMPT], RunSettings()) for lm in (sink_lm, other)]
+    assert ids[0] != ids[1]
+    assert run_identity(sink_lm, [replace(SINK_PROMPT, meta={"a": 1})], RunSettings()) == ids[0]
+    measure_prompts(sink_lm, [SINK_PROMPT], tmp_path)
+    with pytest.raises(RunFolderError, match=r"already holds a run.*It differs: weights: \w{16} there, \w{16} now"):
+        measure_prompts(other, [SINK_PROMPT], tmp_path)
+
+
+def test_what_lacked_memory_is_tried_again_and_nothing_else(
+    sink_lm: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [SINK_PROMPT, replace(SINK_PROMPT, id="again"), replace(SINK_PROMPT, id="bad", target=None, foil=None)]
+    plain, seen = weights_run._captured, []
+
+    def short(lm, encoded, *rest):
+        seen.append(encoded)
+        if len(seen) == 2:
+            raise InsufficientMemoryError("needs more")
+        if len(seen) == 3:
+            raise PromptError("never")
+        return plain(lm, encoded, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(weights_run, "_captured", short)
+        first = measure_prompts(sink_lm, prompts, tmp_path)
+    assert (first.n_failed, first.passed, first.folder.finished) == (2, False, False)
+    assert first.folder.read("prompts").transient.tolist() == [False, True, False]
+    assert len(seen) == 3
+    second = measure_prompts(sink_lm, prompts, tmp_path)
+    assert (second.n_failed, second.folder.finished) == (1, True)
+    assert second.folder.read("prompts").status.tolist() == ["ok", "ok", "failed"]
+
+
+def test_the_check_of_the_output_is_noted_before_the_prompt_counts_as_done(
+    sink_lm: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stops(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "write_shard", stops)
+        with pytest.raises(KeyboardInterrupt):
+            measure_prompts(sink_lm, [SINK_PROMPT], tmp_path)
+    assert RunFolder.open(tmp_path).about["runs"]["logits_equal"] is True
+    outcome = measure_prompts(sink_lm, [SINK_PROMPT], tmp_path)
+    assert outcome.passed and not replace(outcome, logits_equal=None).passed
+
+
 def test_a_changed_output_is_noticed(tiny_lm: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_run, "_same_output", lambda *_: False)
     outcome = measure_prompts(tiny_lm, [Prompt("When Mary", id="a")], tmp_path / "out")
@@ -314,7 +369,14 @@ def test_streamed_measures_equal_those_of_the_maps(tiny_lm: LoadedModel, text: s
             np.testing.assert_allclose(values, maps.last_query_scores[name], rtol=1e-4, atol=1e-6)
 
 
-def test_a_masked_bidirectional_call_streams_alike() -> None:
+def assert_same_measures(one: CallMeasures, other: CallMeasures) -> None:
+    for name, found in {**one.per_head, **one.per_layer}.items():
+        want = {**other.per_head, **other.per_layer}[name]
+        np.testing.assert_allclose(found.values, want.values, rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_array_equal(found.n, want.n, err_msg=name)
+
+
+def test_a_masked_call_streams_alike() -> None:
     known = KNOWN_MODELS["sink_against_value"]()
     lm = attndiag.load(known.model, tokenizer=known.tokenizer())
     encoded = lm.encode(SINK_PROMPT)
@@ -327,11 +389,30 @@ def test_a_masked_bidirectional_call_streams_alike() -> None:
     order = torch.ones(n, n, dtype=torch.bool).tril()[None, None]
     masked = replace(calls[0], is_causal=False, mask=order)
     one = measure_call(masked, special, CallSettings(backend="streaming"))
-    other = measure_call(calls[0], special, CallSettings(backend="reference"))
-    for name, found in {**one.per_head, **one.per_layer}.items():
-        want = {**other.per_head, **other.per_layer}[name]
-        np.testing.assert_allclose(found.values, want.values, rtol=1e-5, atol=1e-5, err_msg=name)
-        np.testing.assert_array_equal(found.n, want.n, err_msg=name)
+    assert_same_measures(one, measure_call(calls[0], special, CallSettings(backend="reference")))
+
+
+@pytest.mark.parametrize("by", ["head", "window"])
+def test_masks_by_head_and_narrow_windows_stream_alike(tiny_lm: LoadedModel, by: str) -> None:
+    encoded = tiny_lm.encode("When Mary and John went to the store, John gave a drink to the other one there")
+    calls: list[AttentionCall] = []
+    with attndiag.capture(tiny_lm, on_call=calls.append):
+        tiny_lm.run(encoded.inputs)
+    call = calls[0]
+    n, special = call.n_keys, encoded.special[0].numpy()
+    order = torch.ones(n, n, dtype=torch.bool).tril()
+    if by == "head":
+        some = torch.rand(1, call.n_heads, n, n, generator=torch.Generator().manual_seed(0)) < 0.5
+        mask = (some | torch.eye(n, dtype=torch.bool)) & order
+    else:
+        mask = (order & (torch.arange(n)[:, None] - torch.arange(n)[None] < 3))[None, None]
+    changed = replace(call, is_causal=False, mask=mask)
+    rows = n if by == "head" else 3
+    both = [
+        measure_call(changed, special, CallSettings(backend=backend, most_ranked_rows=rows))
+        for backend in ("streaming", "reference")
+    ]
+    assert_same_measures(*both)
 
 
 def test_a_call_whose_maps_do_not_fit_is_streamed_or_refused(
