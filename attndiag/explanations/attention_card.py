@@ -23,7 +23,7 @@ from attndiag.explanations.visible import Visible, asking_kernels, shape_of, vis
 from attndiag.hooks.capture_context import capture
 from attndiag.hooks.captured import Captured
 from attndiag.hooks.record import AttentionCall
-from attndiag.hooks.structure import layer_of
+from attndiag.hooks.structure import MODEL_CACHE_NAMES, layer_of
 from attndiag.models.access import accepts
 from attndiag.models.load import LoadedModel
 
@@ -317,7 +317,7 @@ def _mixer_card(lm: LoadedModel, refusal: Any) -> LayerCard:
 def _cache_bytes(output: Any) -> tuple[int | None, int]:
     """(bytes a token, bytes of fixed state), for one row; (None, 0) without a cache."""
     # the older names are only asked for where the newer one is not there: asking warns
-    name = next((name for name in ("cache", "past_key_values", "cache_params") if name in (output or {})), None)
+    name = next((name for name in (*MODEL_CACHE_NAMES, "cache_params") if name in (output or {})), None)
     cache = None if name is None else output[name]
     if cache is None:
         return None, 0

@@ -36,8 +36,10 @@ from attndiag.models.load import LoadedModel
 Head = tuple[int, int]  # layer number, head
 Way = Literal["zero", "mean", "zero, patterns kept"]
 WAYS: tuple[Way, ...] = ("zero", "mean", "zero, patterns kept")
-# unedited logits when blocks are skipped, relative to their spread; rounding of another batch size is far below
+# unedited logits of a batch twice as large when blocks are skipped, relative to their spread; rounding is far below
 SKIP_TOLERANCE = 1e-4
+WHOLE = "whole forwards: "
+SKIPPED = "blocks below the heads skipped, unedited logits equal"
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Ablation:
     name, heads, way : as in `NamedSet`; heads are (layer, head) pairs.
     effect : [row], nats; rise of the second-copy loss, positive where the heads helped.
     first_copy_effect : [row], nats; the same on the first copy.
+    route : whether blocks were skipped (`SKIPPED`), or `"whole forwards: "` and why.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Ablation:
     way: Way
     effect: Tensor
     first_copy_effect: Tensor
+    route: str
 
 
 def copy_losses(logits: Tensor, given: HeadInput) -> tuple[Tensor, Tensor]:
@@ -96,7 +100,8 @@ def ablate_sets(
     """Effects of several sets of heads, each taken away by itself from the same rows.
 
     Blocks below the lowest head of a set are not run again where the model allows it (`hooks.stored_blocks`): an
-    unedited forward that skips them has to give the same logits to `SKIP_TOLERANCE`, or whole forwards are made.
+    unedited forward that skips them has to give exactly the same logits, and with the rows twice the same to
+    `SKIP_TOLERANCE` (100 times that in half precision), or whole forwards are made; `Ablation.route` says which.
 
     Parameters
     ----------
@@ -119,7 +124,10 @@ def ablate_sets(
     parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in sets]
     done, total = 0, len(batches) * len(sets)
     with torch.no_grad(), evaluating(lm.model):
-        stored = _stored(lm, given) if skip else None
+        if skip:
+            stored, route = _stored(lm, given, sorted({_lowest(each) for each in sets}))
+        else:
+            stored, route = None, f"{WHOLE}asked for"
         for batch in batches:
             inputs = batch.model_inputs(lm)
             with nullcontext() if stored is None else stored.recording(len(batch)):
@@ -132,7 +140,9 @@ def ablate_sets(
                 if progress is not None:
                     progress(done, total)
     return [
-        Ablation(each.name, each.heads, each.way, torch.cat([p[0] for p in found]), torch.cat([p[1] for p in found]))
+        Ablation(
+            each.name, each.heads, each.way, torch.cat([p[0] for p in found]), torch.cat([p[1] for p in found]), route
+        )
         for each, found in zip(sets, parts, strict=True)
     ]
 
@@ -156,14 +166,22 @@ def random_sets(candidates: Sequence[Head], size: int, count: int, seed: int) ->
     return list(found)
 
 
-def _stored(lm: LoadedModel, given: HeadInput) -> StoredBlocks | None:
-    """A way to skip blocks, tried on one row; None where the model has none, which costs time and nothing else."""
+def _stored(lm: LoadedModel, given: HeadInput, layers: Sequence[int]) -> tuple[StoredBlocks | None, str]:
+    """A way to skip the blocks below these layers, tried on two rows, or None: that costs time and nothing else.
+
+    With what `Ablation.route` says.
+    """
     limit = SKIP_TOLERANCE * (1 if lm.info.dtype in ("float32", "float64") else 100)
     try:
         stored = StoredBlocks(lm)
-        return stored if stored.error(given.take(slice(0, 1)).model_inputs(lm)) <= limit else None
-    except UnsupportedModelError:
-        return None
+        error = stored.error(given.take(slice(0, 2)).model_inputs(lm), layers)
+    except UnsupportedModelError as refusal:
+        return None, f"{WHOLE}{refusal}"
+    if error.same_batch != 0:
+        return None, f"{WHOLE}skipping blocks moves unedited logits by {error.same_batch:.1e} of their spread"
+    if not error.two_copies <= limit:
+        return None, f"{WHOLE}skipping blocks moves logits of a doubled batch by {error.two_copies:.1e} of their spread"
+    return stored, SKIPPED
 
 
 def _clean(

@@ -324,7 +324,7 @@ class _Run:
         except (NotApplicableError, UnsupportedModelError) as error:
             self.refuse("ablation", str(error))
             return
-        self.facts |= {"ablated_by": by}
+        self.facts |= {"ablated_by": by, "ablation_route": found[0].route}
         self.sets += [SetEffect.of(item) for item in found if item.name != "single"]
         for way, name in EFFECTS.items():
             one = {item.heads[0]: item for item in found if item.name == "single" and item.way == way}

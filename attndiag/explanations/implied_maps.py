@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from attndiag.errors import UnsupportedModelError
 from attndiag.explanations.probing import Probe, as_loaded, hooked, noise_level, probe_of, quiet_eval, run_probe
-from attndiag.hooks.structure import bound_arguments, first_tensor, layer_of, looks_like_mixer
+from attndiag.hooks.structure import MODEL_CACHE_NAMES, bound_arguments, first_tensor, layer_of, looks_like_mixer
 from attndiag.models.load import LoadedModel
 
 _SCAN = re.compile(r"chunk_gated_delta|gated_delta_rule|chunk_scan|selective_scan|chunk_kda|lightning")
@@ -338,7 +338,7 @@ def _through_projection(run: _Run) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     module, heads = run.module, int(run.module.num_attention_heads)  # type: ignore[arg-type]
     width = int(module.head_dim)  # type: ignore[arg-type]
     kept: dict[str, Tensor] = {}
-    arguments = {name: value for name, value in run.arguments.items() if name not in ("cache", "past_key_values")}
+    arguments = {name: value for name, value in run.arguments.items() if name not in MODEL_CACHE_NAMES}
 
     def core_of(values: Tensor | None) -> Tensor:
         def replace(_module: nn.Module, _args: tuple, _kwargs: dict, output: Tensor) -> Tensor:

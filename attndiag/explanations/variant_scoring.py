@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicLayer
 from attndiag.errors import ShapeError, UnsupportedModelError
 from attndiag.explanations.forwarding import NO_SEQUENCE_LOGITS, editing_embeddings
 from attndiag.explanations.resolved import ResolvedTarget, logits_of
+from attndiag.hooks.structure import MODEL_CACHE_NAMES
 from attndiag.models.access import accepts
 from attndiag.models.load import LoadedModel
 
@@ -134,8 +135,7 @@ class VariantScorer:
         self._cache: list[tuple[Tensor, Any]] | None = None
         self._checked = False
         self._gives_positions: bool | None = None
-        names = ("cache", "past_key_values")
-        self._cache_argument = next((name for name in names if accepts(lm.model, name)), "")
+        self._cache_argument = next((name for name in MODEL_CACHE_NAMES if accepts(lm.model, name)), "")
         if reuse_prefix:
             self._record_prefix()
 

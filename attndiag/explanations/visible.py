@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from attndiag.hooks.record import AttentionCall
-from attndiag.hooks.recorder import as_heads
-from attndiag.hooks.routed import RoutedArguments, listening
+from attndiag.hooks.routed import RoutedArguments, as_heads, listening
 
 
 @dataclass(frozen=True, eq=False)

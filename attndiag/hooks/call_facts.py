@@ -12,10 +12,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from attndiag.hooks.structure import bound_arguments, module_parts
+from attndiag.hooks.structure import CACHE_NAMES, bound_arguments, module_parts
 
-CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
-"""What families call their key/value cache."""
 _OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "kv")
 
 

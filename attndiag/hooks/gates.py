@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from attndiag.hooks.pausing import edits_paused
 from attndiag.hooks.residual import FIT_TOLERANCE
 from attndiag.hooks.routed import RoutedArguments, listening, listening_apart
-from attndiag.hooks.structure import without_hooks
+from attndiag.hooks.structure import CACHE_NAMES, without_hooks
 
-_CACHES = ("past_key_values", "past_key_value", "cache", "layer_past")
 _NOT_A_GATE = (
     "what stands between the head outputs and the output projection depends on the head outputs themselves "
     "(a norm, for example), so the output is not a sum over tokens"
@@ -53,7 +52,7 @@ def find_output_gate(
     arguments : what the module's forward was called with, by name.
     """
     # a cache would grow at each run; z is replaced, so it makes no difference that cached keys are missing
-    arguments = {name: value for name, value in arguments.items() if name not in _CACHES}
+    arguments = {name: value for name, value in arguments.items() if name not in CACHE_NAMES}
     for name in [name for name in arguments if "mask" in name]:
         arguments[name] = over_new_keys(arguments[name], z.shape[1])
     generator = torch.Generator().manual_seed(0)

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from attndiag.errors import UnsupportedModelError
 from attndiag.hooks.sites import BlockSites, sites_of
-from attndiag.hooks.structure import first_tensor
+from attndiag.hooks.structure import MODEL_CACHE_NAMES, first_tensor, stubbed
 from attndiag.hooks.variants import NONE, Variants, losing_edges
 from attndiag.models.access import accepts
 from attndiag.models.load import LoadedModel
@@ -64,8 +64,7 @@ class Restart:
         model = lm.model
         if getattr(lm.config, "is_encoder_decoder", False):
             raise UnsupportedModelError("an encoder-decoder reads its source anew for each variant")
-        # transformers renames the argument family by family
-        self.cache_argument = next((name for name in ("cache", "past_key_values") if accepts(model, name)), "")
+        self.cache_argument = next((name for name in MODEL_CACHE_NAMES if accepts(model, name)), "")
         if not self.cache_argument:
             raise UnsupportedModelError(f"{lm.info.architecture} takes no key/value cache")
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -231,12 +230,5 @@ class Restart:
         def stub(index: int) -> Callable[..., Any]:
             return lambda *_args, **_kwargs: self._shapes[index](outputs[index].expand(rows, -1, -1))
 
-        replaced = []
-        try:
-            for index in outputs:
-                self.blocks[index].forward = stub(index)
-                replaced.append(index)
+        with stubbed((self.blocks[index], stub(index)) for index in outputs):
             yield
-        finally:
-            for index in replaced:
-                del self.blocks[index].forward

@@ -18,15 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 from attndiag.errors import UnsupportedModelError
 from attndiag.hooks.live import LiveCall, TokenFrame
-from attndiag.hooks.recorder import as_heads
 from attndiag.hooks.restart import Restart
-from attndiag.hooks.routed import RoutedArguments, listening
-from attndiag.hooks.structure import first_tensor
+from attndiag.hooks.routed import RoutedArguments, as_heads, listening
+from attndiag.hooks.structure import first_tensor, stubbed
 from attndiag.hooks.variants import NONE, Mode
 from attndiag.models.access import accepts
 
@@ -163,18 +162,13 @@ class _Watch:
     @contextmanager
     def attached(self, wanted: Tensor) -> Iterator[None]:
         """Blocks wrapped, attention listened to, logits of the wanted tokens only, [1, token]; undone afterwards."""
-        replaced: list[nn.Module] = []
+        forwards = [(block, self._wrapped(layer, block.forward)) for layer, block in enumerate(self._restart.blocks)]
         handle = self._restart.head.register_forward_pre_hook(lambda _, args: (args[0][wanted][None], *args[1:]))
         try:
-            for layer, block in enumerate(self._restart.blocks):
-                block.forward = self._wrapped(layer, block.forward)
-                replaced.append(block)
-            with listening(self, first=True):
+            with stubbed(forwards), listening(self, first=True):
                 yield
         finally:
             handle.remove()
-            for block in replaced:
-                del block.forward
 
     def _wrapped(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         total = len(self.table)

@@ -8,8 +8,10 @@ without a cache; `hooks.restart` also leaves out earlier positions, for one prom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +20,23 @@ from torch.utils._pytree import tree_map
 
 from attndiag.errors import UnsupportedModelError
 from attndiag.hooks.sites import sites_of
+from attndiag.hooks.structure import stubbed
 from attndiag.models.load import LoadedModel
+
+
+@dataclass(frozen=True)
+class SkipError:
+    """Largest difference of unedited logits when blocks are skipped, relative to the spread of the logits.
+
+    Attributes
+    ----------
+    same_batch : with the recorded rows as they are. The same kernels read the same numbers: anything but 0 means that
+        the blocks hand on more than what they return.
+    two_copies : with the rows twice; another batch size may round otherwise.
+    """
+
+    same_batch: float
+    two_copies: float
 
 
 class StoredBlocks:
@@ -74,6 +92,7 @@ class StoredBlocks:
         """The blocks below layer `layer` return what was stored; run the same rows inside, `copies` times over."""
         if len(self._returned) != len(self._blocks):
             raise UnsupportedModelError("not every block ran in the recorded forward")
+        self._require_places([layer])
 
         def again(item: Any) -> Any:
             # copies: a later block may add to the stream in place
@@ -84,34 +103,52 @@ class StoredBlocks:
         def stub(place: int) -> Callable[..., Any]:
             return lambda *_args, **_kwargs: tree_map(again, self._returned[place])
 
-        replaced: list[nn.Module] = []
-        try:
-            for place in range(self._place[layer]):
-                self._blocks[place].forward = stub(place)
-                replaced.append(self._blocks[place])
+        with stubbed((self._blocks[place], stub(place)) for place in range(self._place[layer])):
             yield
-        finally:
-            for block in replaced:
-                del block.forward
 
-    def error(self, inputs: dict[str, Tensor]) -> float:
-        """Largest difference of unedited logits when blocks are skipped, relative to the spread of the logits.
+    def error(self, inputs: dict[str, Tensor], layers: Iterable[int] | None = None) -> SkipError:
+        """What skipping blocks changes in unedited logits. Overwrites what was recorded.
 
-        Tried from a middle and from the last layer, one copy and two. Overwrites what was recorded.
+        Parameters
+        ----------
+        inputs : at least two rows, so that what mixes rows shows itself.
+        layers : the blocks below each of these are skipped in turn, those below the last with two copies of the rows
+            as well; every layer when None.
+
+        Raises
+        ------
+        UnsupportedModelError : the model cannot run without the skipped blocks: later ones read more than the stream
+            (keys and values that layers share, say).
         """
-        rows = len(inputs["input_ids"])
-        layers = sorted(self._place, key=lambda layer: self._place[layer])
-        worst = 0.0
+        rows, chosen = len(inputs["input_ids"]), set(self._place if layers is None else layers)
+        self._require_places(chosen)
+        wanted = sorted(chosen, key=lambda layer: self._place[layer])
+        trials = [(layer, 1) for layer in wanted] + [(layer, 2) for layer in wanted[-1:]]
+        worst = {1: 0.0, 2: 0.0}
         with torch.no_grad():
             with self.recording(rows):
                 whole = self._lm.run(inputs).logits
-            for layer, copies in ((layers[len(layers) // 2], 1), (layers[-1], 2)):
+            spread = max(float(whole.float().std()), 1e-30)
+            for layer, copies in trials:
                 given = {name: tensor.repeat(copies, 1) for name, tensor in inputs.items()}
-                with self.below(layer, copies):
-                    found = self._lm.run(given).logits
-                difference = (found.unflatten(0, (copies, rows)) - whole).abs().max()
-                worst = max(worst, float(difference))
-        return worst / max(float(whole.float().std()), 1e-30)
+                try:
+                    with self.below(layer, copies):
+                        found = self._lm.run(given).logits
+                except Exception as failure:
+                    raise UnsupportedModelError(
+                        f"later blocks read more than the stream: without the blocks below layer {layer} the model "
+                        f"ended in {type(failure).__name__}: {failure}"
+                    ) from failure
+                difference = float((found.unflatten(0, (copies, rows)) - whole).abs().max()) / spread
+                # nan is the largest error of all, and `max` would drop it
+                worst[copies] = max(worst[copies], float("inf") if math.isnan(difference) else difference)
+        return SkipError(worst[1], worst[2])
+
+    def _require_places(self, layers: Iterable[int]) -> None:
+        unknown = sorted(set(layers) - set(self._place))
+        if unknown:
+            there = sorted(self._place)
+            raise UnsupportedModelError(f"no block holds attention of layers {unknown}; there are {there}")
 
 
 def _copy(item: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,10 @@ from torch import Tensor, nn
 
 from attndiag.hooks.routed import goes_through_interface
 
+MODEL_CACHE_NAMES = ("cache", "past_key_values")
+"""What models call their key/value cache, as an argument and in what they return; the newer name first."""
+CACHE_NAMES = (*MODEL_CACHE_NAMES, "past_key_value", "layer_past")
+"""The same with the older names that attention modules still use."""
 _ATTENTION_LIKE = re.compile(r"attention|attn", re.IGNORECASE)
 _MIXER_LIKE = re.compile(
     r"Mixer|Mamba|SSM|Rwkv|RWKV|LinearAttention|GatedDelta|DeltaNet|Lightning|RgLru|RecurrentBlock|Retention|Hyena|"
@@ -140,3 +144,23 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, table in kept:
             setattr(module, name, table)
+
+
+_MISSING = object()
+
+
+@contextmanager
+def stubbed(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Modules that run other functions as their `forward`; one that was set on the instance (offloading) comes back."""
+    before: list[tuple[nn.Module, Any]] = []
+    try:
+        for module, forward in forwards:
+            before.append((module, vars(module).get("forward", _MISSING)))
+            module.forward = forward
+        yield
+    finally:
+        for module, own in reversed(before):
+            if own is _MISSING:
+                del module.forward
+            else:
+                module.forward = own

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
 from attndiag.errors import NotApplicableError, UnsupportedModelError
-from attndiag.explanations.head_ablation import WAYS, NamedSet, ablate_sets
+from attndiag.explanations.head_ablation import SKIPPED, WAYS, NamedSet, ablate_sets
 from attndiag.explanations.head_inputs import induction_input
 from attndiag.explanations.head_scores import _Run, heads
+from attndiag.hooks.restart import Restart
+from attndiag.hooks.some_positions import run_some_positions
 from attndiag.hooks.stored_blocks import StoredBlocks
+from attndiag.hooks.structure import stubbed
 from attndiag.models.known import anti_copying, duplicated_induction, induction_gpt2, induction_llama
 from attndiag.models.load import load
 
@@ -37,14 +41,16 @@ def test_shared_batches_and_skipped_blocks_of_a_random_model(tiny_llama):
     slow = ablate_sets(lm, given, plan, skip=False, together=False)
     for mine, theirs in zip(fast, slow, strict=True):
         assert torch.allclose(mine.effect, theirs.effect, atol=1e-5, rtol=0)
+        assert mine.route == SKIPPED
     assert "forward" not in vars(tiny_llama.model.layers[0])
 
 
 def test_stored_blocks_stand_in_for_whole_forwards(tiny_llama):
     lm = load(tiny_llama)
     stored = StoredBlocks(lm)
+    error = stored.error({"input_ids": torch.arange(20).reshape(2, 10)})
+    assert error.same_batch == 0 and error.two_copies < 1e-6
     tokens = torch.arange(10)[None]
-    assert stored.error({"input_ids": tokens}) < 1e-6
     with pytest.raises(UnsupportedModelError, match="not every block"), StoredBlocks(lm).below(1):
         pass
     # rows that are not the recorded ones: the stub answers for the recorded rows, so the logits are wrong
@@ -55,10 +61,99 @@ def test_stored_blocks_stand_in_for_whole_forwards(tiny_llama):
     assert not torch.allclose(other, lm.run({"input_ids": tokens + 20}).logits, atol=1e-3)
 
 
+def layers_that_share_keys_and_values():
+    """Gemma 3n: the last two of five layers read keys and values of earlier ones, handed on in a dictionary."""
+    config = Gemma3nTextConfig(
+        vocab_size=64, vocab_size_per_layer_input=64, hidden_size=32, hidden_size_per_layer_input=8,
+        intermediate_size=48, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_kv_shared_layers=2, laurel_rank=4, sliding_window=64, activation_sparsity_pattern=[0.0] * 5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return Gemma3nForCausalLM(config).eval()
+
+
+def test_layers_that_read_more_than_the_stream_take_whole_forwards():
+    lm = load(layers_that_share_keys_and_values())
+    with pytest.raises(UnsupportedModelError, match=r"read more than the stream: .* below layer 2 .* KeyError"):
+        StoredBlocks(lm).error({"input_ids": torch.arange(2, 22).reshape(2, 10)})
+    given = induction_input(lm, rows=3, length=10, seed=0, window=None, bos=None)
+    plan = [NamedSet("one", ((layer, 1),), "zero") for layer in range(5)]
+    found = ablate_sets(lm, given, plan)
+    slow = ablate_sets(lm, given, plan, skip=False, together=False)
+    for mine, theirs in zip(found, slow, strict=True):
+        assert mine.route.startswith("whole forwards: later blocks read more than the stream")
+        assert theirs.route == "whole forwards: asked for"
+        assert torch.allclose(mine.effect, theirs.effect, atol=1e-5, rtol=0)
+    table = heads(lm, probes=["induction"], rows=2, length=8, ablate=20)
+    assert table.facts["ablation_route"].startswith("whole forwards: later blocks")
+
+
+def test_a_small_difference_is_a_difference(tiny_llama):
+    """Skipped blocks have to leave the logits of the same batch as they are, bit for bit."""
+    inside: dict[str, float] = {"said": 0.0}
+    blocks = tiny_llama.model.layers
+
+    def forget(_module, _args):
+        inside["said"] = 0.0
+
+    def say(_module, _args, _output):
+        inside["said"] = 1e-6
+
+    def listen(_module, args):
+        return (args[0] + inside["said"], *args[1:])
+
+    handles = [
+        tiny_llama.model.embed_tokens.register_forward_pre_hook(forget),
+        blocks[0].self_attn.o_proj.register_forward_hook(say),
+        blocks[1].register_forward_pre_hook(listen),
+    ]
+    lm = load(tiny_llama)
+    error = StoredBlocks(lm).error({"input_ids": torch.arange(2, 22).reshape(2, 10)})
+    assert 0 < error.same_batch < 1e-4
+    given = induction_input(lm, rows=3, length=10, seed=0, window=None, bos=None)
+    (found,) = ablate_sets(lm, given, [NamedSet("one", ((1, 0),), "zero")])
+    assert found.route.startswith("whole forwards: skipping blocks moves unedited logits by")
+    for handle in handles:
+        handle.remove()
+    (found,) = ablate_sets(lm, given, [NamedSet("one", ((1, 0),), "zero")])
+    assert found.route == SKIPPED
+
+
+def test_a_forward_that_was_set_on_a_block_comes_back(tiny_llama):
+    """Offloading libraries put a forward of their own on the instance: it runs, and it is there afterwards."""
+    ran: list[int] = []
+
+    def wrapped(place, forward):
+        def run(*args, **kwargs):
+            ran.append(place)
+            return forward(*args, **kwargs)
+
+        return run
+
+    own = [wrapped(place, block.forward) for place, block in enumerate(tiny_llama.model.layers)]
+    for block, forward in zip(tiny_llama.model.layers, own, strict=True):
+        block.forward = forward
+    lm = load(tiny_llama)
+    StoredBlocks(lm).error({"input_ids": torch.arange(20).reshape(2, 10)})
+    restart = Restart(lm, torch.arange(2, 12)[None], [9])
+    assert restart.error() < 1e-5
+    read = torch.tensor([[True]])
+    run_some_positions(restart, torch.tensor([[1, 0, 9, 3]]), torch.tensor([[9]]), "remove", read)
+    assert [vars(block)["forward"] for block in tiny_llama.model.layers] == own and {0, 1} <= set(ran)
+    # the same block twice, and one that had none
+    plain = torch.nn.Linear(2, 2)
+    block = tiny_llama.model.layers[0]
+    with pytest.raises(KeyError), stubbed([(block, print), (plain, print), (block, repr)]):
+        assert vars(block)["forward"] is repr
+        raise KeyError
+    assert vars(block)["forward"] is own[0] and "forward" not in vars(plain)
+
+
 def test_heads_are_chosen_by_any_score():
     model = induction_gpt2().model
     default = heads(model, probes=["induction", "previous", "entropy"], rows=4, length=12, ablate=1)
-    assert default.facts["ablated_by"] == "prefix_matching_score"
+    assert default.facts["ablated_by"] == "prefix_matching_score" and default.facts["ablation_route"] == SKIPPED
     assert default["ablation_effect"].values[1].isfinite().sum() == 1
     assert default["ablation_effect"].values[0].isnan().all()
     by_previous = heads(model, rows=4, length=12, ablate=1, ablate_by="previous_token")
