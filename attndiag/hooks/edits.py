@@ -14,9 +14,9 @@ context is left. Several edits, nested contexts included, act together.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,23 +25,19 @@ from torch import Tensor, nn
 from attndiag.errors import UnsupportedModelError, UnverifiedCaptureError
 from attndiag.hooks.edit_kinds import AttentionOff, Edit, Patch, acts_on_heads, edited_heads, fitted
 from attndiag.hooks.edit_log import Applied, EditLog
-from attndiag.hooks.gates import ReplaceZ, over_new_keys
+from attndiag.hooks.edit_proof import EditProofs
 from attndiag.hooks.live import LiveCall, TokenFrame
-from attndiag.hooks.pausing import are_edits_paused, edits_paused
-from attndiag.hooks.recorder import as_heads
-from attndiag.hooks.routed import RoutedArguments, listening, listening_apart
-from attndiag.hooks.sites import BlockSites, site_of, without_hooks
-from attndiag.hooks.structure import bound_arguments, first_tensor, head_count, modules_to_trace
+from attndiag.hooks.pausing import are_edits_paused
+from attndiag.hooks.routed import RoutedArguments, as_heads, listening
+from attndiag.hooks.sites import BlockSites, site_of
+from attndiag.hooks.structure import CACHE_NAMES, bound_arguments, head_count, modules_to_trace
 from attndiag.hooks.traced import TracedSoftmax, watching_softmax
-from attndiag.models.access import evaluating
 from attndiag.models.load import LoadedModel
 from attndiag.models.projections import is_linear_like
 
-CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value", "layer_past")
-"""What families call their key/value cache; the first two are model arguments."""
-
-
 _sessions: list[_Session] = []
+# held while a session looks for those that are open and joins them
+_joining = threading.RLock()
 
 
 @contextmanager
@@ -60,7 +56,8 @@ def edit(model: nn.Module | LoadedModel, *edits: Edit) -> Iterator[EditLog]:
     Raises
     ------
     UnsupportedModelError : a layer, stream or site that the model does not have; a module that makes several attention
-        calls in one forward; an edit that reached no forward of the model, or whose result the model did not use.
+        calls in one forward; an edit that reached no forward of the model, or whose result the model did not use; a
+        model that another thread is editing.
     ShapeError : a head, position or tensor that does not fit the call, an edge that the mask hides.
     UnverifiedCaptureError : an edit changed entries that it does not name.
 
@@ -74,28 +71,29 @@ def edit(model: nn.Module | LoadedModel, *edits: Edit) -> Iterator[EditLog]:
     inner = compiled if isinstance(compiled, nn.Module) else root
     if not edits:
         raise ValueError("no edits were given; pass at least one, for example attndiag.Knockout(layer=0, key=0)")
-    session = _Session(inner, edits)
     with ExitStack() as stack:
+        with _joining:
+            _require_this_thread(inner)
+            session = _Session(inner, edits)
+            _sessions.append(session)
+        stack.callback(_sessions.remove, session)
         if compiled is not None or any(part._compiled_call_impl is not None for part in root.modules()):
             # a compiled graph never reaches the wrapped functions; inside the context the model runs as written
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.callback(session.remove_hooks)
         session.attach()
         stack.enter_context(listening(session, first=True))
-        _sessions.append(session)
-        stack.callback(_sessions.remove, session)
         yield session.log
         session.require_applied()
 
 
-@dataclass(eq=False)
-class _Unproved:
-    """Edited head outputs on their way to the output projection."""
-
-    module_name: str
-    before: Tensor
-    z: Tensor
-    edits: list[Edit]
+def _require_this_thread(model: nn.Module) -> None:
+    """Refuse a model that another thread is editing: the hooks of both would act on the forwards of both."""
+    if any(each._model is model and each.thread != threading.get_ident() for each in _sessions):
+        raise UnsupportedModelError(
+            f"another thread is editing this {type(model).__name__}, and edits act on every forward of a model; edit "
+            "one thread at a time, or give each thread a copy of the model"
+        )
 
 
 class _Session:
@@ -103,6 +101,7 @@ class _Session:
 
     def __init__(self, model: nn.Module, edits: tuple[Edit, ...]) -> None:
         self.log = EditLog()
+        self.thread = threading.get_ident()
         self._model = model
         self._own = edits
         self._outer = next((each for each in reversed(_sessions) if each._model is model), None)
@@ -122,8 +121,7 @@ class _Session:
         self._past = 0
         self._running = False
         self._calls: dict[str, int] = {}
-        self._arguments: dict[str, dict[str, Any]] = {}
-        self._unproved: list[_Unproved] = []
+        self._proofs = EditProofs(model)
 
     def _check(self, edit: Edit) -> None:
         """Refuse what cannot work before anything runs."""
@@ -212,7 +210,8 @@ class _Session:
     def _silent(self) -> bool:
         """True while a context inside this one has taken its edits over, or while edits rest."""
         return (
-            are_edits_paused() or next(each for each in reversed(_sessions) if each._model is self._model) is not self
+            are_edits_paused()
+            or next((each for each in reversed(_sessions) if each._model is self._model), None) is not self
         )
 
     # ---------------------------------------------------------------------------------------------- the model's events
@@ -221,60 +220,22 @@ class _Session:
         for name in ("attention_mask", "decoder_attention_mask"):
             mask = given.get(name)
             self._masks[name] = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
-        cache = next((given[name] for name in CACHE_ARGUMENTS if given.get(name) is not None), None)
+        cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
         self._past = int(cache.get_seq_length()) if cache is not None and hasattr(cache, "get_seq_length") else 0
         self._running, self._calls = True, {}
-        self._unproved.clear()
+        self._proofs.clear()
 
     def _after_model(self, _module: nn.Module, _args: tuple, _output: Any) -> None:
         self._running = False
 
     def _before_attention(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self._arguments[self._names[id(module)]] = bound_arguments(module, args, kwargs)
+        self._proofs.enter(self._names[id(module)], bound_arguments(module, args, kwargs))
 
     def _before_linear(self, _module: nn.Module, args: tuple) -> None:
-        """The edited head outputs have arrived where they are projected: that is the proof."""
-        if args and isinstance(args[0], Tensor):
-            self._unproved = [each for each in self._unproved if not _carries(args[0], each.z)]
+        self._proofs.reached(args)
 
     def _after_attention(self, module: nn.Module, _args: tuple, output: Any) -> None:
-        """No linear map took them as they were (a gate, a norm): then the module's output must at least have moved."""
-        name = self._names[id(module)]
-        mine = [each for each in self._unproved if each.module_name == name]
-        self._unproved = [each for each in self._unproved if each.module_name != name]
-        returned = first_tensor(output)
-        if not mine or returned is None or self._silent() or any(_carries(returned, each.z) for each in mine):
-            return
-        clean, edited = (self._output_under(module, name, z) for z in (mine[0].before, mine[0].z))
-        if clean is None or edited is None or torch.equal(clean, edited):
-            raise UnsupportedModelError(
-                f"{name}: the model did not use the edited head outputs, so {type(mine[0].edits[0]).__name__} had no "
-                "effect to measure; edit attn_out or the residual stream instead"
-            )
-
-    def _output_under(self, module: nn.Module, name: str, z: Tensor) -> Tensor | None:
-        """What the module returns for head outputs `z`, run once more without its cache; None if it reads none.
-
-        A cache would grow at each run; z is replaced, so it makes no difference that cached keys are missing.
-        """
-        given = {key: value for key, value in self._arguments[name].items() if key not in CACHE_ARGUMENTS}
-        for key in [key for key in given if "mask" in key]:
-            given[key] = over_new_keys(given[key], z.shape[1])
-        listener = ReplaceZ(module, z.detach())
-
-        def replaced(_seen: TracedSoftmax) -> Tensor:
-            listener.calls += 1
-            return z.detach()
-
-        with ExitStack() as stack:
-            for context in (without_hooks(module), evaluating(module), listening_apart(), edits_paused()):
-                stack.enter_context(context)
-            stack.enter_context(listening(listener))
-            stack.enter_context(torch.no_grad())
-            if name in modules_to_trace(dict(self._model.named_modules())):
-                stack.enter_context(watching_softmax(replaced, head_count(module)))
-            output = first_tensor(module(**given))
-        return output if listener.calls == 1 else None
+        self._proofs.leave(module, self._names[id(module)], output, silent=self._silent)
 
     # ---------------------------------------------------------------------------------------------------- head edits
     def on_routed(self, arguments: RoutedArguments, output: Any) -> Any:
@@ -314,7 +275,7 @@ class _Session:
         edited, touched = edited_heads(call, edits)
         self._note(name, z, edited, edits, touched)
         if not torch.equal(edited, z) and getattr(source, "output_weight", None) is None:
-            self._unproved.append(_Unproved(name, z.detach(), edited.detach(), edits))
+            self._proofs.expect(name, z.detach(), edited.detach(), edits)
         return edited
 
     def _note(self, name: str, before: Tensor, after: Tensor, edits: list[Edit], touched: list[Tensor]) -> None:
@@ -384,17 +345,6 @@ class _Session:
                     f"{type(each).__name__} at layer {each.layer} never reached {site.attention}: no forward of the "
                     "model ran inside the block, or what ran was a copy that was traced, exported or compiled before"
                 )
-
-
-def _carries(tensor: Tensor, z: Tensor) -> bool:
-    """True when `tensor` is the flattened `z`."""
-    if (
-        tensor.numel() != z.numel()
-        or tensor.dtype != z.dtype
-        or tensor.shape[-1] not in (z.shape[3], z.shape[2] * z.shape[3])
-    ):
-        return False
-    return tensor.data_ptr() == z.data_ptr() or torch.equal(tensor.reshape(-1), z.reshape(-1))
 
 
 def _with_first(args: tuple, kwargs: dict, change: Any) -> tuple[tuple, dict]:

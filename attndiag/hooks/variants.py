@@ -14,10 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from attndiag.errors import UnsupportedModelError
+from attndiag.errors import ShapeError, UnsupportedModelError
 from attndiag.hooks.live import LiveCall, TokenFrame
-from attndiag.hooks.recorder import as_heads
-from attndiag.hooks.routed import RoutedArguments, listening
+from attndiag.hooks.routed import RoutedArguments, as_heads, listening
 from attndiag.hooks.structure import head_count, modules_to_trace
 from attndiag.hooks.traced import TracedSoftmax, watching_softmax
 
@@ -50,14 +49,18 @@ class Variants:
             call.module, call.module_name, call.layer, call.stream, call.v[:1], call.z[:1], call.queries, call.keys,
             _first_row(call.source),
         )  # fmt: skip
-        edited = torch.arange(len(self), device=call.z.device)[self.heads != NONE]
-        whole = edited[self.heads[edited] == ALL]
-        single = edited[self.heads[edited] != ALL]
+        if bool(((self.heads < NONE) | (self.heads >= call.n_heads)).any()):
+            raise ShapeError(f"{call.module_name} has heads 0 to {call.n_heads - 1}, got {self.heads.tolist()}")
         z = call.z.clone()
-        z[whole] = 0
+        everything = (self.heads == ALL) & (self.queries == ALL) & (self.keys == ALL)
+        z[everything] = 0  # a row without any key writes nothing, in both modes
+        # one entry for each row and head that loses something
+        named = torch.arange(call.n_heads, device=z.device) == self.heads[:, None]
+        named |= (self.heads[:, None] == ALL) & ~everything[:, None]
+        single, heads = named.nonzero(as_tuple=True)
         if len(single) == 0:
             return z
-        needed, place = self.heads[single].unique(return_inverse=True)
+        needed, place = heads.unique(return_inverse=True)
         wanted = self.queries[single]
         columns = torch.arange(n_queries, device=z.device)
         if bool((wanted != ALL).all()):
@@ -83,8 +86,8 @@ class Variants:
             chosen = type(rows)(pattern[None], rows.sink_mass[:1, place], scores, sinks)
             change = chosen.without(removed[None])[0] - pattern
         values = one.values_of(needed)[0, place].to(change.dtype)
-        moved = z[single[:, None], columns[None, :], self.heads[single][:, None]] + (change @ values).to(z.dtype)
-        z[single[:, None], columns[None, :], self.heads[single][:, None]] = moved
+        moved = z[single[:, None], columns[None, :], heads[:, None]] + (change @ values).to(z.dtype)
+        z[single[:, None], columns[None, :], heads[:, None]] = moved
         return z
 
 

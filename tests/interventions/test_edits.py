@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 
 import pytest
@@ -13,8 +14,10 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 import attndiag as ad
 from attndiag.errors import ShapeError, UnsupportedModelError
+from attndiag.hooks import edits
 from attndiag.hooks.activations import layers_with, recording
 from attndiag.hooks.sites import site_of
+from attndiag.hooks.variants import ALL, NONE, Variants, losing_edges
 
 COMMON = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -251,6 +254,65 @@ def test_edges_of_one_row_act_together(tiny_llama):
     assert torch.equal(several, joint)
     assert torch.equal(several, nested)
     assert torch.allclose(twice, once, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["remove", "renormalize"])
+@pytest.mark.parametrize("edge", [(ALL, ALL, 2), (ALL, 5, ALL), (ALL, 5, 2), (ALL, ALL, ALL), (1, ALL, 2)])
+def test_a_row_of_a_batch_of_variants_loses_what_it_names_and_no_more(edge, mode, tiny_llama):
+    """All heads of one key or one query are not the whole layer; the edits of the same name say what is right."""
+    ids = torch.randint(2, 64, (1, 7))
+    head, query, key = (None if part == ALL else part for part in edge)
+    with torch.no_grad():
+        with ad.edit(tiny_llama, ad.Knockout(1, head, query, key, mode=mode)):
+            expected = tiny_llama(ids).logits
+        clean = tiny_llama(ids).logits
+        heads, queries, keys = torch.tensor([(NONE, 0, 0), edge]).T
+        with losing_edges(tiny_llama, "model.layers.1.self_attn", "self") as listener:
+            listener.variants = Variants(heads, queries, keys, mode)
+            found = tiny_llama(ids.expand(2, -1)).logits
+            listener.seen, listener.variants = 0, Variants(heads + 6, queries, keys, mode)
+            with pytest.raises(ShapeError, match="has heads 0 to 3, got"):
+                tiny_llama(ids.expand(2, -1))
+    torch.testing.assert_close(found[0], clean[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[1], expected[0], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(found[1], clean[0], atol=1e-3)
+
+
+def test_two_threads_cannot_edit_one_model(tiny_llama, tiny_gpt2):
+    ids = torch.arange(2, 9)[None]
+    said: list[str] = []
+
+    def elsewhere():
+        try:
+            with ad.edit(tiny_llama, ad.Knockout(0, 1, -1, 0)):
+                pass
+        except UnsupportedModelError as refusal:
+            said.append(str(refusal))
+        # another model is nobody's business
+        with torch.no_grad(), ad.edit(tiny_gpt2, ad.Knockout(0, 1, -1, 0)) as log:
+            tiny_gpt2(ids)
+        said.append(f"{len(log.applied)} applied")
+
+    with torch.no_grad(), ad.edit(tiny_llama, ad.Knockout(0, 1, -1, 0)):
+        worker = threading.Thread(target=elsewhere)
+        worker.start()
+        worker.join()
+        tiny_llama(ids)
+    assert len(said) == 2 and "another thread is editing this LlamaForCausalLM" in said[0] and said[1] == "1 applied"
+    assert not edits._sessions
+    with torch.no_grad(), ad.edit(tiny_llama, ad.Knockout(0, 1, -1, 0)):
+        tiny_llama(ids)
+
+
+def test_an_edit_that_cannot_be_attached_leaves_no_session(tiny_llama, monkeypatch):
+    def broken(_session):
+        assert edits._sessions
+        raise RuntimeError("cannot attach")
+
+    monkeypatch.setattr(edits._Session, "attach", broken)
+    with pytest.raises(RuntimeError, match="cannot attach"), ad.edit(tiny_llama, ad.Knockout(0, 1, -1, 0)):
+        pass
+    assert not edits._sessions
 
 
 def test_attention_off_leaves_only_the_stream(tiny_gpt2):
