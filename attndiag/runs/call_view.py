@@ -30,7 +30,8 @@ class CallView:
     """The arrays of one call, without the batch axis, in float64.
 
     weight, written : [head, query, key]; together : [query, key]; rows : [query], the queries that count; allowed :
-    [head, query, key]; aside : [key], keys that rankings set aside; learned_sink : [head, query].
+    [head, query, key]; readable : [key], read by any query; aside : [key], keys that rankings set aside;
+    learned_sink : [head, query].
     """
 
     weight: Array
@@ -38,6 +39,7 @@ class CallView:
     together: Array | None
     rows: Mask
     allowed: Mask
+    readable: Mask
     special: Mask
     aside: Mask
     learned_sink: Array
@@ -61,6 +63,7 @@ class CallView:
             together=None if by_layer is None else _array(by_layer.values),
             rows=rows,
             allowed=allowed,
+            readable=allowed.any(axis=(0, 1)),
             special=special,
             aside=special | _sink_keys(pattern, allowed, rows, call),
             learned_sink=call.sink_mass[0].double().cpu().numpy(),
@@ -124,7 +127,7 @@ def _sink_share(values: Array) -> Array:
 def norm_measures(call: AttentionCall, view: CallView) -> dict[str, Averages]:
     """||v_j|| and ||f_j|| of the sink and of the median other token, padding and unread keys left out."""
     n_keys = view.weight.shape[2]
-    readable = view.allowed.any(axis=(0, 1))
+    readable = view.readable.copy()
     readable[0] = False
     norms = {"v": value_norms(call, None)}
     # an elementwise gate depends on the query, so no key has one f_j there

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from attndiag.core.attention import forbidden_entries
 from attndiag.core.streaming import StreamResult
+from attndiag.errors import NotApplicableError
 from attndiag.explanations.top_contributions import top_contributions
 from attndiag.hooks.record import AttentionCall
 from attndiag.runs.call_record import Averages, CallMeasures, CallSettings, mean_over_rows, single
@@ -41,6 +42,11 @@ def measure_streamed_call(call: AttentionCall, special: Mask, settings: CallSett
     NotApplicableError, UnsupportedModelError : the call cannot be streamed; see `attndiag.top_contributions`.
     InsufficientMemoryError : even the streaming estimate exceeds what is available.
     """
+    if call.kind == "self" and call.diagonal_offset != call.n_keys - call.n_queries:
+        raise NotApplicableError(
+            f"{call.module_name}: the newest keys are not the last ones (a static cache has room at its end), and a "
+            'stream takes the last key for the last query\'s own; use backend="reference"'
+        )
     seen = _Seen(call)
     spread = np.flatnonzero(seen.rows)
     spread = spread[spread_rows(len(spread), settings.most_ranked_rows)]
@@ -57,6 +63,7 @@ def measure_streamed_call(call: AttentionCall, special: Mask, settings: CallSett
         together=_array(stream.row_contribution)[:-1],
         rows=seen.rows[spread],
         allowed=np.broadcast_to(seen.allowed(spread), weight.shape),
+        readable=seen.readable,
         special=special,
         aside=aside,
         learned_sink=_array(stream.sink_mass),
@@ -109,22 +116,24 @@ class _Seen:
         self._mask: torch.Tensor | None = None
         if mask is not None:
             mask = mask if mask.dtype == torch.bool else ~forbidden_entries(mask)
-            # any head: [query or 1, key]
-            self._mask = mask.reshape(-1, *mask.shape[-2:]).any(dim=0) if mask.ndim > 1 else mask[None]
+            # [head or 1, query or 1, key]
+            self._mask = mask.reshape(-1, *mask.shape[-2:]) if mask.ndim > 1 else mask[None, None]
         self.rows = np.ones(self.n_queries, dtype=bool)
+        self.readable = np.ones(self.n_keys, dtype=bool)
         if self._mask is not None:
-            self.rows = np.broadcast_to(self._mask.any(dim=-1).cpu().numpy(), (self.n_queries,)).copy()
+            self.rows = np.broadcast_to(self._mask.any(dim=(0, 2)).cpu().numpy(), (self.n_queries,)).copy()
+            self.readable = np.broadcast_to(self._mask.any(dim=(0, 1)).cpu().numpy(), (self.n_keys,)).copy()
         if call.kind == "self" and call.diagonal_offset == 0:
             self.rows[0] = False
 
     def allowed(self, queries: NDArray[np.int64]) -> Mask:
-        """[query, key] of these queries."""
+        """[head or 1, query, key] of these queries."""
         if self._causal:
             shift = self.n_keys - self.n_queries
-            return np.arange(self.n_keys)[None] <= queries[:, None] + shift
+            return np.arange(self.n_keys)[None, None] <= queries[None, :, None] + shift
         if self._mask is None:
-            return np.ones((len(queries), self.n_keys), dtype=bool)
-        return self._mask.expand(self.n_queries, self.n_keys)[queries].cpu().numpy()
+            return np.ones((1, len(queries), self.n_keys), dtype=bool)
+        return self._mask.expand(-1, self.n_queries, self.n_keys)[:, queries].cpu().numpy()
 
     def readers(self) -> NDArray[np.int64]:
         """[key], how many of the queries that count read each key, its own query left out."""
@@ -134,7 +143,7 @@ class _Seen:
         total = np.zeros(self.n_keys, dtype=np.int64)
         for start in range(0, self.n_queries, 512):
             queries = np.arange(start, min(start + 512, self.n_queries))
-            table = self.allowed(queries) & self.rows[queries, None]
+            table = self.allowed(queries).any(axis=0) & self.rows[queries, None]
             if self.own is not None:
                 table &= np.arange(self.n_keys)[None] != self.own[queries, None]
             total += table.sum(axis=0)
