@@ -114,7 +114,8 @@ def other_weights(module: nn.Module) -> str:
         for inner, weight in part.named_parameters(recurse=False):
             if weight.ndim > 1:
                 found.setdefault(kind, []).append(name or inner)
-    return "".join(f"; weights of {kind}: {', '.join(names)}" for kind, names in found.items())
+    listed = {kind: ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") for kind, names in found.items()}
+    return "".join(f"; weights of {kind}: {names}" for kind, names in listed.items())
 
 
 def split_chunks(parts: list[PendingCall], name: str, module: nn.Module, inputs: Tensor, output: Tensor) -> None:
