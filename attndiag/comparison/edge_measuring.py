@@ -25,6 +25,7 @@ from attndiag.explanations.model_contributions import model_contributions
 from attndiag.explanations.target import noise_floor, score
 from attndiag.models.load import LoadedModel
 from attndiag.prompts import Prompt, Target
+from attndiag.stats.verdicts import Thresholds
 
 EDGE_METHODS = ("weight", "value_norm", "head_contribution")
 Extent = Literal["auto", "all", "screen"]
@@ -124,6 +125,7 @@ def measure_edges(
     *,
     floor: float | None = None,
     seed: int = 0,
+    thresholds: Thresholds | None = None,
 ) -> EdgeResult:
     """Claims and exact effects of the edges of one prompt's last query: a function of model, prompt and plan.
 
@@ -131,6 +133,7 @@ def measure_edges(
     ----------
     floor : noise floor of m; measured when None.
     seed : of the noise floor.
+    thresholds : their high claim and margin decide which edges are also removed together.
 
     Raises
     ------
@@ -193,6 +196,7 @@ def measure_edges(
             floor=floor,
             mode=plan.mode,
             most=plan.stand_ins,
+            thresholds=thresholds,
         )
         seconds["edges together"] = time.perf_counter() - began
     return EdgeResult(

@@ -155,7 +155,7 @@ def edge_verdicts(
     problems: dict[str, str] = {}
     for index, (prompt, each) in enumerate(zip(batch, one_target_each(batch, target), strict=True)):
         try:
-            measured.append(measure_edges(lm, prompt, each, plan, seed=seed))
+            measured.append(measure_edges(lm, prompt, each, plan, seed=seed, thresholds=thresholds))
         except AttnDiagError as error:
             problems[prompt_label(prompt)] = reason_of(error)
         if progress is not None:
@@ -169,8 +169,13 @@ def judge_edges(
     thresholds: Thresholds | None = None,
     seed: int = 0,
     problems: Mapping[str, str] | None = None,
+    broken: Mapping[str, Sequence[str]] | None = None,
 ) -> EdgeVerdicts:
     """Verdicts over prompts that were measured one by one with the same methods, in whatever process.
+
+    Parameters
+    ----------
+    broken : prompt -> self-checks that failed on it, beside those of single methods; they block its verdicts.
 
     Raises
     ------
@@ -180,7 +185,7 @@ def judge_edges(
     if not measured:
         raise NotApplicableError("no prompt could be measured: " + "; ".join(f"{k}: {v}" for k, v in why.items()))
     rows = tuple(row for one in measured for row in one.rows)
-    judged = {name: _judge(measured, name, thresholds) for name in measured[0].scores}
+    judged = {name: _judge(measured, name, thresholds, broken or {}) for name in measured[0].scores}
     clusters = [cluster for _, cluster, _, _ in rows]
     none = [np.full(one.effect.shape, np.nan) for one in measured]
     return EdgeVerdicts(
@@ -210,12 +215,16 @@ def _stacked(tables: Sequence[NDArray[Any]], blank: float | bool) -> NDArray[Any
     return np.concatenate([np.pad(one, ((0, 0), (0, width - one.shape[1])), constant_values=blank) for one in tables])
 
 
-def _judge(measured: Sequence[EdgeResult], method: str, thresholds: Thresholds | None) -> Verdicts:
+def _judge(
+    measured: Sequence[EdgeResult], method: str, thresholds: Thresholds | None, broken: Mapping[str, Sequence[str]]
+) -> Verdicts:
     effect = _stacked([one.effect for one in measured], np.nan)
     there = _stacked([one.present for one in measured], False)
     counts = [len(one.rows) for one in measured]
     task: list[str] = [one.task for one in measured for _ in one.rows]
-    failed: list[list[Any]] = [list(one.failures[method]) for one in measured for _ in one.rows]
+    failed: list[list[Any]] = [
+        [*one.failures[method], *broken.get(one.label, ())] for one in measured for _ in one.rows
+    ]
     found = judge(
         _stacked([one.scores[method] for one in measured], 0.0),
         from_knockout(effect, np.repeat([one.floor for one in measured], counts)),

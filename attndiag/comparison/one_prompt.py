@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from attndiag.comparison.axis import PromptTokens, Spans, TokenAxis, sinks, token_axis
 from attndiag.comparison.methods import PromptMethods, TokenScores, reason_of
-from attndiag.errors import AttnDiagError, NotApplicableError
+from attndiag.errors import AttnDiagError, InsufficientMemoryError, NotApplicableError
 from attndiag.explanations.replacement import Replacement
 from attndiag.explanations.replacement_effects import set_effects
 from attndiag.explanations.target import score
@@ -83,6 +83,7 @@ class PromptResult:
     faithfulness : rows of the table.
     problems : method -> why it has no scores.
     seconds : what was done -> wall time; of no influence on any other number.
+    transient : something lacked memory, and may not another time.
     """
 
     label: str
@@ -98,6 +99,7 @@ class PromptResult:
     faithfulness: Rows
     problems: Mapping[str, str]
     seconds: Mapping[str, float] = field(default_factory=dict)
+    transient: bool = False
 
     @property
     def judged(self) -> NDArray[np.bool_]:
@@ -113,6 +115,7 @@ def compare_prompt(
     *,
     floor: float = 0.0,
     own: Mapping[str, Own] | None = None,
+    own_signed: Mapping[str, bool] | None = None,
     frequencies: Callable[[NDArray[np.int64]], NDArray[np.floating]] | None = None,
 ) -> PromptResult:
     """Every method of the plan on one prompt, their agreement, faithfulness and the evidence for verdicts.
@@ -121,22 +124,23 @@ def compare_prompt(
     ----------
     floor : noise floor of m, from `attndiag.explanations.target.noise_floor` over the prompt set.
     own : name -> scores made elsewhere, one for each token, or character spans (start, end, score).
+    own_signed : name -> whether those have signs, see `have_signs`; told from this prompt's alone where not given.
     frequencies : token ids -> how often they occur, for the control `token_frequency`.
 
     Raises
     ------
     TargetError, PromptError : the prompt has no target or cannot be read.
-    ShapeError : own scores that do not fit the tokens.
     """
     axis = token_axis(lm, prompt, target)
     measured = score(lm, prompt, axis.resolved)
     m = float(measured.values[0])
     run = PromptMethods(lm, axis)
-    scores, problems, seconds = _all_scores(run, plan, own or {})
+    scores, problems, seconds, transient = _all_scores(run, plan, own or {}, own_signed or {})
     try:
         sink = sinks(run.pattern)
     except AttnDiagError as error:
         problems["sinks"] = reason_of(error)
+        transient |= isinstance(error, InsufficientMemoryError)
         sink = np.arange(len(axis)) == 0
     replaced = [name for name in scores if name.startswith("replacement[")]
     tau = None
@@ -164,6 +168,7 @@ def compare_prompt(
             faithfulness = _faithfulness(lm, axis, scores, plan, floor, frequencies)
         except AttnDiagError as error:
             problems["faithfulness"] = reason_of(error)
+            transient |= isinstance(error, InsufficientMemoryError)
     seconds["faithfulness"] = time.perf_counter() - began
     return PromptResult(
         label=axis.label,
@@ -179,12 +184,13 @@ def compare_prompt(
         faithfulness=faithfulness,
         problems=problems,
         seconds=seconds,
+        transient=transient,
     )
 
 
 def _all_scores(
-    run: PromptMethods, plan: Plan, own: Mapping[str, Own]
-) -> tuple[dict[str, TokenScores], dict[str, str], dict[str, float]]:
+    run: PromptMethods, plan: Plan, own: Mapping[str, Own], own_signed: Mapping[str, bool]
+) -> tuple[dict[str, TokenScores], dict[str, str], dict[str, float], bool]:
     scores: dict[str, TokenScores] = {}
     problems: dict[str, str] = {}
     seconds: dict[str, float] = {}
@@ -192,18 +198,40 @@ def _all_scores(
         name: lambda name=name: run.scores(name, **plan.params.get(name, {})) for name in plan.methods
     }
     jobs |= {f"replacement[{one.label}]": lambda one=one: run.replacement(one) for one in plan.replacements}
+    jobs |= {name: lambda name=name: _own_scores(run.axis, name, own[name], own_signed.get(name)) for name in own}
+    transient = False
     for name, job in jobs.items():
         began = time.perf_counter()
         try:
             scores[name] = job()
         except AttnDiagError as error:
             problems[name] = reason_of(error)
-        seconds[name] = time.perf_counter() - began
-    for name, given in own.items():
-        spans = len(given) > 0 and np.ndim(given[0]) == 1
-        values = run.axis.from_spans(given, name) if spans else run.axis.place(given, name)  # type: ignore[arg-type]
-        scores[name] = TokenScores(name, values, bool((values[np.isfinite(values)] < 0).any()), "own")
-    return scores, problems, seconds
+            transient = transient or isinstance(error, InsufficientMemoryError)
+        if name not in own:
+            seconds[name] = time.perf_counter() - began
+    return scores, problems, seconds, transient
+
+
+def _own_scores(axis: TokenAxis, name: str, given: Own, signed: bool | None) -> TokenScores:
+    """Scores made elsewhere, on the tokens of a prompt."""
+    values = axis.from_spans(given, name) if _are_spans(given) else axis.place(given, name)  # type: ignore[arg-type]
+    return TokenScores(name, values, have_signs([given]) if signed is None else signed, "own")
+
+
+def _are_spans(given: Own) -> bool:
+    return len(given) > 0 and np.ndim(given[0]) == 1
+
+
+def have_signs(entries: Sequence[Own]) -> bool:
+    """Whether scores made elsewhere are signed: any of them, on any prompt, is below 0.
+
+    One answer for a method: with one a prompt, it would be ranked by size on some and by value on others.
+    """
+    for given in entries:
+        scores = [span[2] for span in given] if _are_spans(given) else given  # type: ignore[index]
+        if bool((np.asarray(scores, dtype=np.float64) < 0).any()):
+            return True
+    return False
 
 
 def check_task(measured: Scores, axis: TokenAxis) -> str:

@@ -1,4 +1,4 @@
-"""`compare`: methods side by side over a prompt set, and the tables that come of it.
+"""Methods side by side over a prompt set: the tables that come of prompts measured one by one.
 
 1. Each prompt by itself (`one_prompt`): noise floor of m, scores of every method, agreement of pairs, faithfulness.
 2. Over all prompts: verdicts of tokens with one correction over all of them, a verdict on each method, paired
@@ -12,21 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from attndiag.comparison.methods import check_methods
-from attndiag.comparison.one_prompt import DEFAULT_METRICS, Own, Plan, PromptResult, compare_prompt
-from attndiag.errors import AttnDiagError
-from attndiag.explanations.replacement import Replacement
-from attndiag.explanations.resolve import one_target_each, prompt_label
-from attndiag.explanations.target import noise_floor
-from attndiag.models.load import LoadedModel, as_prompts
-from attndiag.prompts import Prompt, Target
+from attndiag.comparison.one_prompt import Plan, PromptResult
 from attndiag.stats.evidence import Evidence, from_draws, from_knockout
 from attndiag.stats.inference import compare_pairs
 from attndiag.stats.two_methods import summarise
 from attndiag.stats.verdict_sets import Catalogues, MethodVerdict, catalogues, method_verdict
-from attndiag.stats.verdicts import Thresholds, Verdicts, judge
+from attndiag.stats.verdicts import Verdicts, judge
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,7 +28,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Results of `compare`: tables (pandas), and the records behind them.
+    """Methods side by side: tables (pandas), and the records behind them.
 
     Parameters
     ----------
@@ -73,103 +65,25 @@ class Comparison:
         return any(bool(found.blocked.any()) for found in self.judged.values())
 
 
-def compare(
-    lm: LoadedModel,
-    prompts: Prompt | str | Sequence[Prompt | str],
-    methods: Sequence[str],
-    *,
-    target: Target | Sequence[Target] | None = None,
-    replacements: Sequence[Replacement | str] = ("sampled:draws=4",),
-    own: Mapping[str, Sequence[Own]] | None = None,
-    metrics: Sequence[str] = DEFAULT_METRICS,
-    primary: tuple[str, str] | None = None,
-    params: Mapping[str, Mapping[str, Any]] | None = None,
-    thresholds: Thresholds | None = None,
-    frequencies: Callable[[NDArray[np.int64]], NDArray[np.floating]] | None = None,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Comparison:
-    """Methods side by side on one token axis and one target.
-
-    Parameters
-    ----------
-    methods : token methods of the catalogue, `weight`, `contribution`, ... (also `weight@L20`, `weight@L20H3`),
-        `rollout`, `flow`, `alti_rollout`, `pattern_attribution`, `edge_effect`.
-    target : for all prompts or one each; each prompt's own when None.
-    replacements : the first gives the evidence of the verdicts and replaces in the metrics; several are compared.
-    own : name -> one entry a prompt, scores of its tokens or character spans (start, end, score).
-    metrics : of faithfulness, see `stats.controls.METRICS`; empty leaves them out.
-    primary : the pair of methods whose difference is the main question.
-    params : method -> its parameters.
-    thresholds : of the verdicts.
-    frequencies : token ids -> counts, for the control `token_frequency`.
-    seed : of everything drawn.
-    progress : called with (prompts done, prompts in all).
-
-    Raises
-    ------
-    UnknownMethodError, NotApplicableError, ValueError : methods, replacements or a primary pair that cannot be.
-    """
-    check_methods(methods)
-    batch = as_prompts(prompts)
-    targets = one_target_each(batch, target)
-    swaps = tuple(Replacement.parse(one) if isinstance(one, str) else one for one in replacements)
-    _check_names(batch, methods, swaps, own or {}, primary)
-    plan = Plan(
-        tuple(methods),
-        swaps,
-        tuple(metrics),
-        params or {},
-        thresholds or Thresholds(),
-        seed=seed,
-    )
-    results: list[PromptResult] = []
-    failed: list[dict[str, Any]] = []
-    for index, (prompt, each) in enumerate(zip(batch, targets, strict=True)):
-        given = {name: rows[index] for name, rows in (own or {}).items()}
-        try:
-            floor = float(noise_floor(lm, prompt, each, seed=seed).values[0])
-            results.append(compare_prompt(lm, prompt, each, plan, floor=floor, own=given, frequencies=frequencies))
-        except AttnDiagError as error:
-            failed.append({"prompt": prompt_label(prompt), "method": "", "reason": f"{type(error).__name__}: {error}"})
-        if progress is not None:
-            progress(index + 1, len(batch))
-    return tables(results, plan, failed=failed, primary=primary)
-
-
-def _check_names(
-    batch: Sequence[Prompt],
-    methods: Sequence[str],
-    swaps: Sequence[Replacement],
-    own: Mapping[str, Sequence[Own]],
-    primary: tuple[str, str] | None,
-) -> None:
-    labels = [f"replacement[{one.label}]" for one in swaps]
-    names = [*methods, *labels, *own]
-    if len(set(names)) < len(names):
-        raise ValueError(f"methods, replacements and own scores are named {names}; expected each name once")
-    for name, rows in own.items():
-        if len(rows) != len(batch):
-            raise ValueError(
-                f"own scores {name!r} have {len(rows)} entries for {len(batch)} prompts; give one for each"
-            )
-    unknown = sorted(set(primary or ()) - set(names))
-    if unknown:
-        raise ValueError(f"the primary comparison names {unknown}; there are {names}")
-
-
 def tables(
     results: Sequence[PromptResult],
     plan: Plan,
     *,
     failed: Sequence[Mapping[str, Any]] = (),
     primary: tuple[str, str] | None = None,
+    broken: Mapping[str, Sequence[str]] | None = None,
 ) -> Comparison:
-    """The tables over prompts that were measured one by one, in whatever process."""
+    """The tables over prompts that were measured one by one, in whatever process.
+
+    Parameters
+    ----------
+    failed : rows of `Comparison.problems` about prompts and what else could not be measured.
+    broken : prompt -> self-checks that failed on it, beside those of single methods; they block its verdicts.
+    """
     import pandas as pd
 
     names = list(dict.fromkeys(name for one in results for name in one.scores))
-    judged = {name: found for name in names if (found := judge_method(results, name, plan)) is not None}
+    judged = {name: found for name in names if (found := judge_method(results, name, plan, broken)) is not None}
     whole = {name: method_verdict(found, _clusters(results), seed=plan.seed) for name, found in judged.items()}
     problems = [
         *failed,
@@ -196,7 +110,9 @@ def _clusters(results: Sequence[PromptResult]) -> list[str]:
     return [one.cluster for one in results]
 
 
-def judge_method(results: Sequence[PromptResult], method: str, plan: Plan) -> Verdicts | None:
+def judge_method(
+    results: Sequence[PromptResult], method: str, plan: Plan, broken: Mapping[str, Sequence[str]] | None = None
+) -> Verdicts | None:
     """Verdicts of one method on the tokens of all prompts; None where there is no evidence at all.
 
     A sink that is a special token takes its share of the mass, else the mass that it draws would be handed to the
@@ -213,7 +129,7 @@ def judge_method(results: Sequence[PromptResult], method: str, plan: Plan) -> Ve
     for row, one in enumerate(results):
         mine = one.scores.get(method)
         n = len(one.axis)
-        failed.append([] if mine is None else list(mine.failures))
+        failed.append([*(() if mine is None else mine.failures), *(broken or {}).get(one.label, ())])
         task.append(one.task)
         if mine is None:
             task[-1] = "the method has no scores here: " + one.problems.get(method, "not asked for")

@@ -14,15 +14,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attndiag.comparison.edges import EdgeVerdicts, judge_edges
+from attndiag.comparison.one_prompt import PromptResult
 from attndiag.comparison.side_by_side import Comparison, tables
 from attndiag.runs.compared_folder import ComparedFolder
 from attndiag.runs.plan import RunPlan, plan_from_plain
-from attndiag.runs.result_files import ModelWork, PromptWork
+from attndiag.runs.result_files import BLOCKS, ModelWork, PromptWork
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from attndiag.stats.verdicts import Thresholds
+
+# problems of a prompt that are about no method's scores
+_NO_METHODS = ("sinks", "faithfulness")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +37,8 @@ class ComparedRun:
     ----------
     facts : the row of the table `runs`: `run` (id), `status`, `model`, `revision`, `weights`, `dtype`, `device`,
         `kernel`, `tokenizer_hash`, `seed`, `versions`, `methods`, `replacements`, `edges`, `thresholds`, `plan` (all
-        of it, as plain values), `n_prompts`, `n_failed`, `seconds`, `seconds_by_method`.
+        of it, as plain values), `n_prompts`, `n_failed`, `failed_everywhere` (methods, and `edges`, that were
+        asked for and could be measured on no prompt), `seconds`, `seconds_by_method`.
     comparison : methods on tokens; `comparison.problems` holds what could not be measured: failed prompts with an empty
         `method`, what is asked of the model alone (`card`, `heads`, `probe induction`, ...) with an empty `prompt`.
     edges : verdicts on edges and heads; None where they were not asked for or could be measured on no prompt, with the
@@ -48,6 +53,7 @@ class ComparedRun:
     tokens : one row a token: `prompt`, `pos`, `token_id`, `text`, `char_start`, `char_end`, `is_special`.
     timings : one row a prompt and work: `prompt` (None for the model's own), `work`, `seconds`.
     folder : where it is kept; None for a run in memory.
+    failed : one entry a failed prompt: `prompt`, `cluster`, `text`, `target`, `foil`, `error`.
     """
 
     facts: Mapping[str, Any]
@@ -59,16 +65,19 @@ class ComparedRun:
     tokens: pd.DataFrame
     timings: pd.DataFrame
     folder: Path | None = None
+    failed: tuple[Mapping[str, str], ...] = ()
 
     @property
     def blocked(self) -> bool:
-        """True when a failed self-check blocked any verdict."""
-        return self.comparison.blocked or (self.edges is not None and self.edges.blocked)
+        """True when a failed self-check blocked any verdict, or would have where none was asked for."""
+        broken = self.checks["check"].isin(list(BLOCKS)) & ~self.checks["passed"].astype(bool)
+        return self.comparison.blocked or (self.edges is not None and self.edges.blocked) or bool(broken.any())
 
     @property
     def passed(self) -> bool:
-        """Every prompt was measured and no self-check blocked a verdict."""
-        return not self.facts["n_failed"] and not self.blocked and self.facts["status"] == "complete"
+        """Every prompt was measured, every method and the edges on some prompt, and no self-check blocked a verdict."""
+        whole = self.facts["status"] == "complete" and not self.facts["n_failed"]
+        return whole and not self.facts["failed_everywhere"] and not self.blocked
 
 
 def read_compared_run(folder: str | Path, *, thresholds: Thresholds | None = None) -> ComparedRun:
@@ -132,10 +141,16 @@ def assemble(
     no_edges = {one.label: one.edge_failure for one in works if one.edge_failure}
     failed += [{"prompt": label, "method": "edges", "reason": reason} for label, reason in no_edges.items()]
     failed += [{"prompt": "", "method": name, "reason": reason} for name, reason in model.problems.items()]
-    comparison = tables(compared, plan.compared, failed=failed, primary=plan.primary)
+    comparison = tables(compared, plan.compared, failed=failed, primary=plan.primary, broken=_broken(works, "tokens"))
     edges = None
     if measured:
-        edges = judge_edges(measured, thresholds=plan.compared.thresholds, seed=plan.seed, problems=no_edges)
+        edges = judge_edges(
+            measured,
+            thresholds=plan.compared.thresholds,
+            seed=plan.seed,
+            problems=no_edges,
+            broken=_broken(works, "edges"),
+        )
     asked = len(works) if n_prompts is None else n_prompts
     timings = _timings(works, model)
     by_method = timings.groupby("work", sort=False)["seconds"].sum().to_dict() if len(timings) else {}
@@ -146,6 +161,7 @@ def assemble(
         "n_prompts": asked,
         "n_done": len(works),
         "n_failed": sum(bool(one.failure) for one in works),
+        "failed_everywhere": _failed_everywhere(compared, bool(measured), plan),
         "thresholds": asdict(plan.compared.thresholds),
         "edges_measured": None if edges is None else edges.measured_share,
         "seconds": float(timings["seconds"].sum()) if len(timings) else 0.0,
@@ -161,7 +177,36 @@ def assemble(
         tokens=_tokens(works),
         timings=timings,
         folder=folder,
+        failed=tuple(
+            {
+                "prompt": one.label,
+                "cluster": one.cluster,
+                "text": one.text,
+                "target": one.target,
+                "foil": one.foil,
+                "error": one.failure,
+            }
+            for one in works
+            if one.failure
+        ),
     )
+
+
+def _broken(works: Sequence[PromptWork], about: str) -> dict[str, tuple[str, ...]]:
+    return {one.label: found for one in works if (found := one.broken(about))}
+
+
+def _failed_everywhere(compared: Sequence[PromptResult], edges: bool, plan: RunPlan) -> list[str]:
+    """What was asked for and has no number on any of the prompts that were measured."""
+    if not compared:
+        # then the prompts failed, and are counted as such
+        return []
+    labels = (f"replacement[{one.label}]" for one in plan.compared.replacements)
+    # scores made elsewhere are no part of the plan; where they fit no prompt, they are among the problems of all
+    own = (name for name in compared[0].problems if name not in _NO_METHODS)
+    names = dict.fromkeys([*plan.compared.methods, *labels, *own])
+    found = [name for name in names if not any(name in one.scores for one in compared)]
+    return found + (["edges"] if plan.edges is not None and not edges else [])
 
 
 def _checks(works: Sequence[PromptWork], model: ModelWork) -> pd.DataFrame:

@@ -112,12 +112,7 @@ def _run_row(run: ComparedRun) -> dict[str, Any]:
 
 def _prompt_rows(run: ComparedRun) -> list[dict[str, Any]]:
     rows = [{**row, "status": "ok"} for row in run.comparison.prompts.to_dict("records")]
-    failed = run.comparison.problems
-    rows += [
-        {"prompt": row["prompt"], "status": "failed", "error": row["reason"]}
-        for row in failed[failed["method"] == ""].to_dict("records")
-    ]
-    return rows
+    return rows + [{**one, "status": "failed"} for one in run.failed]
 
 
 def _score_rows(run: ComparedRun) -> list[dict[str, Any]]:

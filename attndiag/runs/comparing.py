@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from attndiag.comparison.edge_measuring import EdgePlan
-from attndiag.comparison.one_prompt import Own
+from attndiag.comparison.one_prompt import Own, have_signs
 from attndiag.explanations.replacement import Replacement
 from attndiag.explanations.resolve import one_target_each
 from attndiag.models.load import LoadedModel, as_prompts
@@ -126,9 +126,10 @@ def run(
     batch = with_ids(given)[:limit]
     targets = one_target_each(given, target)[:limit]
     scores = _own_of(own or {}, len(given), plan)
+    signed = {name: have_signs(rows) for name, rows in (own or {}).items()}
     identity = Identity(model_identity(lm), plan.plain(), package_versions()["attndiag"])
     keys = [
-        prompt_key(prompt, each if target is not None else None, mine, identity.model, identity.plan)
+        prompt_key(prompt, each if target is not None else None, mine, identity.model, identity.plan, signed=signed)
         for prompt, each, mine in zip(batch, targets, scores, strict=False)
     ]
     model_key = digest({"model": identity.model, "seed": plan.seed, "heads": plan.heads, "version": identity.version})
@@ -164,7 +165,9 @@ def run(
                 continue
             if progress is not None:
                 progress("measuring", len(works), len(batch))
-            work = measure_prompt(lm, prompt, plan, target=each if target is not None else None, own=mine)
+            work = measure_prompt(
+                lm, prompt, plan, target=each if target is not None else None, own=mine, signed=signed
+            )
             if folder is not None:
                 folder.keep(key, key, work)
             works[key] = work

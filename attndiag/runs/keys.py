@@ -188,7 +188,13 @@ def _told(value: Any) -> Any:
 
 
 def prompt_key(
-    prompt: Prompt, target: Target | None, own: Mapping[str, Any], model: Mapping[str, Any], plan: Mapping[str, Any]
+    prompt: Prompt,
+    target: Target | None,
+    own: Mapping[str, Any],
+    model: Mapping[str, Any],
+    plan: Mapping[str, Any],
+    *,
+    signed: Mapping[str, bool] | None = None,
 ) -> str:
     """The key of one prompt's result.
 
@@ -198,14 +204,19 @@ def prompt_key(
     own : name -> scores made elsewhere.
     model : of `model_identity`; its name has no part in the key.
     plan : as plain values. Thresholds, the primary pair and the probes of heads judge or stand beside what was
-        measured, so they have no part either.
+        measured, so they have no part either; the high claim and the margin have, where they decide which edges are
+        removed together.
+    signed : name -> whether the scores made elsewhere have signs.
     """
     measured = {name: value for name, value in plan.items() if name not in ("thresholds", "primary", "heads")}
+    if plan["edges"] is not None and plan["edges"]["stand_ins"] >= 2:
+        measured["together"] = {name: plan["thresholds"][name] for name in ("high", "margin")}
     return digest(
         {
             "prompt": plain_prompt(prompt),
             "target": None if target is None else vars(target),
             "own": {name: np.asarray(scores, dtype=np.float64).tolist() for name, scores in sorted(own.items())},
+            "signed": {name: bool(value) for name, value in sorted((signed or {}).items())},
             "model": {name: value for name, value in model.items() if name != "name"},
             "plan": measured,
             "version": package_versions()["attndiag"],

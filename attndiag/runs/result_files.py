@@ -51,6 +51,17 @@ class Check:
     detail: str = ""
 
 
+# self-checks of a prompt -> whose verdicts stand on them; those of a method's own scores stand with the scores
+UNTOUCHED = "capture leaves the output as it is"
+RESTARTED = "restarted runs reproduce the model"
+SAME_M = "edges and tokens measure the same m"
+BLOCKS: Mapping[str, tuple[str, ...]] = {
+    UNTOUCHED: ("tokens", "edges"),
+    RESTARTED: ("edges",),
+    SAME_M: ("tokens", "edges"),
+}
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class PromptWork:
     """All that a run measures on one prompt. Plain data.
@@ -62,7 +73,7 @@ class PromptWork:
     edges : None where they were not asked for, or could not be measured.
     checks : self-checks.
     failure : why there is nothing; empty where there is.
-    transient : the failure may not happen again (memory): such a prompt is tried anew.
+    transient : something failed for lack of memory and may not again: such a prompt is tried anew.
     edge_failure : why there are no edges.
     kernels : attention functions that ran.
     seconds : what was done -> wall time.
@@ -81,6 +92,10 @@ class PromptWork:
     edge_failure: str = ""
     kernels: tuple[str, ...] = ()
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def broken(self, about: str) -> tuple[str, ...]:
+        """Self-checks that failed and on which verdicts about `"tokens"` or `"edges"` stand."""
+        return tuple(one.name for one in self.checks if not one.passed and about in BLOCKS.get(one.name, ()))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ from attndiag.models.load import LoadedModel
 from attndiag.prompts import Prompt, Target
 from attndiag.runs.memory import estimate_memory
 from attndiag.runs.plan import RunPlan
-from attndiag.runs.result_files import Check, ModelWork, PromptWork
+from attndiag.runs.result_files import RESTARTED, SAME_M, UNTOUCHED, Check, ModelWork, PromptWork
 
 # scores of heads that stand in the table, each with what it is read against
 _HEAD_SCORES = ("prefix_matching_score", "previous_token_score", "sink_mass")
@@ -44,6 +44,7 @@ def measure_prompt(
     *,
     target: Target | None = None,
     own: Mapping[str, Own] | None = None,
+    signed: Mapping[str, bool] | None = None,
 ) -> PromptWork:
     """Everything that the plan asks of one prompt. What cannot be measured is in the result with its reason.
 
@@ -51,6 +52,7 @@ def measure_prompt(
     ----------
     target : the prompt's own when None.
     own : name -> scores made elsewhere, for this prompt's tokens or characters.
+    signed : name -> whether those have signs, over all prompts; told from this prompt's alone where not given.
     """
     seconds: dict[str, float] = {}
     told = {
@@ -67,7 +69,7 @@ def measure_prompt(
         began = time.perf_counter()
         floor = float(noise_floor(lm, prompt, target, seed=plan.seed).values[0])
         seconds["noise floor"] = time.perf_counter() - began
-        compared = compare_prompt(lm, prompt, target, plan.compared, floor=floor, own=own)
+        compared = compare_prompt(lm, prompt, target, plan.compared, floor=floor, own=own, own_signed=signed)
         began = time.perf_counter()
         untouched, kernels = _untouched(lm, encoded)
         seconds["self-checks"] = time.perf_counter() - began
@@ -77,19 +79,23 @@ def measure_prompt(
             **told, compared=None, edges=None, checks=(), failure=reason_of(error), transient=transient, seconds=seconds
         )
     seconds |= compared.seconds
-    edges, edge_failure = None, ""
+    edges, edge_failure, transient = None, "", compared.transient
     if plan.edges is not None:
         try:
-            edges = measure_edges(lm, prompt, target, plan.edges, floor=floor, seed=plan.seed)
+            edges = measure_edges(
+                lm, prompt, target, plan.edges, floor=floor, seed=plan.seed, thresholds=plan.compared.thresholds
+            )
             seconds |= edges.seconds
         except AttnDiagError as error:
             edge_failure = reason_of(error)
+            transient = transient or isinstance(error, InsufficientMemoryError)
     checks = (untouched, *_checks(lm, compared, edges))
     return PromptWork(
         **told,
         compared=compared,
         edges=edges,
         checks=checks,
+        transient=transient,
         edge_failure=edge_failure,
         kernels=kernels,
         seconds=seconds,
@@ -139,11 +145,11 @@ def _untouched(lm: LoadedModel, encoded: Encoded) -> tuple[Check, tuple[str, ...
         seen = lm.run(encoded.inputs)
     name = next((name for name in ("logits", "last_hidden_state") if getattr(plain, name, None) is not None), None)
     if name is None:
-        return Check("capture leaves the output as it is", True, "the output has no logits or hidden states"), ()
+        return Check(UNTOUCHED, True, "the output has no logits or hidden states"), ()
     left, right = getattr(plain, name), getattr(seen, name)
     equal = torch.equal(left, right)
     detail = f"{name} bit-equal" if equal else f"{name} differ by up to {float((left - right).abs().max()):.3g}"
-    return Check("capture leaves the output as it is", equal, detail), tuple(sorted(kernels))
+    return Check(UNTOUCHED, equal, detail), tuple(sorted(kernels))
 
 
 def _checks(lm: LoadedModel, compared: PromptResult, edges: EdgeResult | None) -> list[Check]:
@@ -163,7 +169,7 @@ def _checks(lm: LoadedModel, compared: PromptResult, edges: EdgeResult | None) -
         detail = (
             f"error {edges.restart_error:.2g} of the logits' spread, at most {limit:.2g}; measured by {edges.route}"
         )
-        found.append(Check("restarted runs reproduce the model", exact, detail))
+        found.append(Check(RESTARTED, exact, detail))
     equal = abs(edges.m - compared.m) <= max(compared.floor, 1e-6 * abs(compared.m))
-    found.append(Check("edges and tokens measure the same m", equal, f"{edges.m:.6g} and {compared.m:.6g}"))
+    found.append(Check(SAME_M, equal, f"{edges.m:.6g} and {compared.m:.6g}"))
     return found

@@ -11,17 +11,31 @@ import attndiag
 from attndiag.catalog import UnknownMethodError
 from attndiag.comparison.axis import sinks, token_axis
 from attndiag.comparison.methods import PromptMethods
-from attndiag.comparison.side_by_side import Comparison, compare
+from attndiag.comparison.one_prompt import compare_prompt
+from attndiag.comparison.side_by_side import Comparison, tables
 from attndiag.core.mixing import rollout
 from attndiag.errors import NotApplicableError, ShapeError
 from attndiag.models.known import randomised_sink
 from attndiag.models.load import LoadedModel
+from attndiag.runs.plan import make_plan
 
 PROMPTS = [
     attndiag.Prompt("<bos> w5 w9 w13 w30 w7 w21", id="one", cluster="x"),
     attndiag.Prompt("<bos> w40 w41 w8 w17 w9", id="two", cluster="y"),
 ]
 EDGE_METHODS = ["weight", "weight@L1", "weight@L1H2", "rollout", "flow", "contribution", "head_contribution"]
+
+
+def compare(*given: object, **more: object) -> Comparison:
+    """Methods side by side on tokens alone, by a run in memory."""
+    return attndiag.run(*given, edges=None, heads=False, **more).comparison  # type: ignore[arg-type]
+
+
+def compare_unseen(lm: LoadedModel, prompts: list[attndiag.Prompt], *given: object, target=None, **more) -> Comparison:
+    """The same for a model without attention, on which no capture can be checked."""
+    plan = make_plan(*given, edges=None, heads=False, **more)
+    results = [compare_prompt(lm, prompt, target, plan.compared) for prompt in prompts]
+    return tables(results, plan.compared, primary=plan.primary)
 
 
 def tau(found: Comparison, first: str, second: str) -> float:
@@ -31,7 +45,7 @@ def tau(found: Comparison, first: str, second: str) -> float:
 
 
 def test_on_a_linear_model_gradients_and_replacement_say_the_same(linear_lm: LoadedModel) -> None:
-    found = compare(
+    found = compare_unseen(
         linear_lm,
         PROMPTS,
         ["input_x_gradient", "saliency"],
@@ -96,7 +110,9 @@ def test_every_method_stands_on_the_tokens_of_the_prompt(lm: LoadedModel) -> Non
 
 
 def test_what_does_not_fit_is_a_row_with_its_reason_and_the_rest_goes_on(linear_lm: LoadedModel) -> None:
-    found = compare(linear_lm, PROMPTS[:1], ["weight", "input_x_gradient"], replacements=["zero_embedding"], metrics=[])
+    found = compare_unseen(
+        linear_lm, PROMPTS[:1], ["weight", "input_x_gradient"], replacements=["zero_embedding"], metrics=[]
+    )
     assert "weight" in set(found.problems.method)
     assert set(found.scores.method) == {"input_x_gradient", "replacement[zero_embedding]"}
     assert "weight" not in found.judged
@@ -159,13 +175,44 @@ def test_own_scores_join_by_token_or_by_characters(llama_lm: LoadedModel) -> Non
         axis.from_spans([(0, 999, 1.0)], "words")
 
 
-def test_own_scores_of_another_tokenisation_lose_one_prompt_and_say_so(llama_lm: LoadedModel) -> None:
-    found = compare(
-        llama_lm, PROMPTS, ["weight"], replacements=[], own={"mine": [np.ones(3), np.arange(6.0)]}, metrics=[]
+def test_own_scores_of_another_tokenisation_are_a_problem_of_one_prompt_and_cost_nothing_else(
+    llama_lm: LoadedModel,
+) -> None:
+    found = attndiag.run(
+        llama_lm,
+        PROMPTS,
+        ["weight"],
+        replacements=[],
+        own={"mine": [np.ones(3), np.arange(6.0)], "never": [np.ones(3), np.ones(3)]},
+        metrics=[],
+        edges=None,
+        heads=False,
     )
-    assert found.problems.prompt.tolist() == ["one"]
-    assert "ShapeError" in found.problems.reason[0]
-    assert found.prompts.prompt.tolist() == ["two"]
+    problems = found.comparison.problems
+    problems = problems[problems.prompt != ""]
+    assert list(zip(problems.prompt, problems.method, strict=True)) == [
+        ("one", "mine"),
+        ("one", "never"),
+        ("two", "never"),
+    ]
+    assert problems.reason.str.startswith("ShapeError").all()
+    assert found.comparison.prompts.prompt.tolist() == ["one", "two"]
+    assert set(found.comparison.scores.groupby("method").prompt.nunique().items()) == {("weight", 2), ("mine", 1)}
+    assert found.facts["failed_everywhere"] == ["never"] and not found.passed
+
+
+def test_whether_own_scores_have_signs_is_one_answer_for_all_prompts(llama_lm: LoadedModel) -> None:
+    """Below 0 on the second prompt alone: the first is ranked by value too."""
+    signed, spans, sizes = np.arange(6.0) - 2, [(0, 5, -1.0)], [np.arange(7.0), np.arange(6.0)]
+    own = {"signed": [np.arange(7.0), signed], "spans": [np.arange(7.0), spans], "sizes": sizes}
+    given = {"replacements": [], "own": own, "metrics": []}
+    found = compare(llama_lm, PROMPTS, ["weight"], **given)
+    kinds = found.scores.groupby(["method", "prompt"]).signed.unique().map(list).to_dict()
+    for name, want in (("signed", True), ("spans", True), ("sizes", False)):
+        assert kinds[name, "one"] == kinds[name, "two"] == [want]
+    # the prompts that come first do not decide
+    first = compare(llama_lm, PROMPTS, ["weight"], limit=1, **given).scores
+    assert first[first.method == "signed"].signed.all()
 
 
 def test_constant_scores_are_undefined_and_counted(llama_lm: LoadedModel) -> None:

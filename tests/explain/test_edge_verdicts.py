@@ -8,8 +8,11 @@ import pytest
 import attndiag
 from attndiag.comparison.edges import EdgePlan, edge_verdicts, judge_edges, measure_edges
 from attndiag.errors import NotApplicableError
-from attndiag.models.known import KnownModel, randomised_sink, sink_against_value
+from attndiag.models.known import KnownModel, duplicated_heads, randomised_sink, sink_against_value
 from attndiag.models.load import LoadedModel
+from attndiag.runs.plan import make_plan
+from attndiag.runs.work import measure_prompt
+from attndiag.stats.verdicts import Thresholds
 
 TARGET = attndiag.Target.logit_diff("ANS", "FOIL")
 
@@ -42,6 +45,24 @@ def test_edges_carry_the_planted_verdicts() -> None:
         edges = edge_verdicts(lm, prompt, ["weight"], target=TARGET).edges("weight").set_index(["head", "key"])
         for (_, head, _, key), planted in built.expected["verdict"].items():
             assert edges.loc[(head, key), "verdict"] == planted
+
+
+def test_the_plans_thresholds_decide_which_edges_are_removed_together() -> None:
+    built = duplicated_heads()
+    lm = attndiag.load(built.model, tokenizer=built.tokenizer())
+    words = {index: word for word, index in built.vocab.items()}
+    prompt = attndiag.Prompt(" ".join(words[int(index)] for index in built.prompt_ids[0]), target="ANS", foil="FOIL")
+    usual = measure_edges(lm, prompt, None)
+    assert usual.redundant is not None and usual.redundant.any()
+    # with no claim high enough there are no candidates; with a margin above every effect nothing is present together
+    for limits in (Thresholds(high=1e6), Thresholds(margin=1e3)):
+        found = measure_edges(lm, prompt, None, thresholds=limits)
+        assert found.redundant is not None and not found.redundant.any()
+        table = edge_verdicts(lm, prompt, ["weight"], thresholds=limits).edges("weight")
+        assert "redundant" not in set(table.state)
+    plan = make_plan(["weight"], replacements=[], metrics=[], thresholds=Thresholds(high=1e6))
+    work = measure_prompt(lm, prompt, plan)
+    assert work.edges is not None and work.edges.redundant is not None and not work.edges.redundant.any()
 
 
 def test_prompts_of_different_length_stand_side_by_side(lm: LoadedModel) -> None:

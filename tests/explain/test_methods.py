@@ -15,8 +15,9 @@ import attndiag
 from attndiag.catalog import UnknownParameterError, explain
 from attndiag.comparison.axis import token_axis
 from attndiag.comparison.methods import PLACED, PromptMethods
-from attndiag.comparison.side_by_side import compare
+from attndiag.comparison.side_by_side import Comparison
 from attndiag.errors import AttnDiagError, NotApplicableError, UnsupportedModelError
+from attndiag.explanations import induction_attention
 from attndiag.explanations.induction_attention import prefix_matching
 from attndiag.models.known import duplicated_induction, induction_gpt2, loud_gemma2, sink_against_value
 from attndiag.models.known.build import KnownModel
@@ -25,6 +26,11 @@ from attndiag.models.load import LoadedModel
 # not BOS, whose embedding is 0 in these models: nothing could be zeroed there
 TEXT = "w40 w5 w9 w13 w30 w7 w21"
 TARGET = attndiag.Target.logit_diff("w10", "w20")
+
+
+def compare(*given: object, **more: object) -> Comparison:
+    """Methods side by side on tokens alone, by a run in memory."""
+    return attndiag.run(*given, edges=None, heads=False, **more).comparison  # type: ignore[arg-type]
 
 
 def llama_parts(model: LlamaForCausalLM, ids: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -371,16 +377,42 @@ def test_a_model_without_induction_heads_says_so(llama_lm: LoadedModel) -> None:
         NotApplicableError, match=r"no head with a prefix-matching score of 0\.4 or more \(the highest is L"
     ):
         explain(llama_lm, TEXT, TARGET, method="induction")
-    with pytest.raises(NotApplicableError, match=r"the probe measured no \[\(9, 9\)\]"):
-        explain(llama_lm, TEXT, TARGET, method="induction", heads=[(9, 9)])
+    with pytest.raises(NotApplicableError, match=r"no attention weights of \[\(1, 9\), \(9, 9\)\]"):
+        explain(llama_lm, TEXT, TARGET, method="induction", heads=[(1, 2), (1, 9), (9, 9)])
 
 
-def test_the_probe_is_run_again_when_the_weights_have_changed(llama_lm: LoadedModel) -> None:
+def test_the_probe_is_run_again_when_the_model_has_changed(llama_lm: LoadedModel) -> None:
     first = prefix_matching(llama_lm)
     assert prefix_matching(llama_lm) is first
+    attention = llama_lm.model.model.layers[0].self_attn
     with torch.no_grad():
-        llama_lm.model.model.layers[0].self_attn.q_proj.weight.mul_(-1)
-    assert prefix_matching(llama_lm) != first
+        attention.q_proj.weight.mul_(-1)
+    second = prefix_matching(llama_lm)
+    assert second != first
+    # behind autograd's back: neither place nor version of the parameter changes
+    attention.q_proj.weight.data.mul_(-1)
+    assert prefix_matching(llama_lm) == first
+    # an adapter that is switched on changes no weight at all
+    handle = attention.k_proj.register_forward_hook(lambda _m, _a, output: 3 * output)
+    switched = prefix_matching(llama_lm)
+    assert switched not in (first, second)
+    handle.remove()
+    assert prefix_matching(llama_lm) == first
+
+
+def test_named_heads_need_no_probe(llama_lm: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(_lm: LoadedModel) -> None:
+        raise AssertionError("the probe ran")
+
+    monkeypatch.setattr(induction_attention, "prefix_matching", probe)
+    found = explain(llama_lm, TEXT, TARGET, method="induction", heads=[(1, 2), (0, 1)])
+    assert found.checks["heads"] == [(1, 2, None), (0, 1, None)]
+    with torch.no_grad(), attndiag.capture(llama_lm) as captured:
+        llama_lm.run(llama_lm.encode(TEXT).inputs)
+    expected = (captured.calls[1].pattern[0, 2, -1] + captured.calls[0].pattern[0, 1, -1]).double() / 2
+    torch.testing.assert_close(found.values, expected)
+    with pytest.raises(NotApplicableError, match="heads is empty"):
+        explain(llama_lm, TEXT, TARGET, method="induction", heads=[])
 
 
 @pytest.mark.parametrize("name", PLACED)

@@ -83,11 +83,12 @@ def test_effects_are_first_order_with_exact_ones_on_the_target_row(
 
 
 def test_token_methods_are_those_of_a_comparison(view: PromptView, lm: LoadedModel, text: str) -> None:
-    from attndiag.comparison.side_by_side import compare
-
     names = [row.name for row in view.rows]
     assert names == [*prompt_view.METHODS, "replacement[uniform(draws=2, seed=0)]"]
-    table = compare(lm, text, list(prompt_view.METHODS), replacements=["uniform:draws=2"], metrics=[]).scores
+    swaps = ["uniform:draws=2"]
+    table = attndiag.run(
+        lm, text, list(prompt_view.METHODS), replacements=swaps, metrics=[], edges=None, heads=False
+    ).comparison.scores
     for row in view.rows:
         want = table[table.method == row.name].sort_values("position").score
         np.testing.assert_allclose(row.values, want, atol=1e-9)

@@ -19,6 +19,7 @@ from attndiag.prompts import Prompt, Target
 from attndiag.runs import keys
 from attndiag.runs.keys import model_identity, prompt_key, weights_fingerprint
 from attndiag.runs.plan import DEEP_METHODS, DEFAULT_METHODS, make_plan, plan_differences, plan_from_plain
+from attndiag.stats.verdicts import Thresholds
 
 PROMPT = Prompt("<bos> MARK a b c Q", id="one", target="ANS", foil="FOIL")
 
@@ -42,6 +43,8 @@ def test_equal_work_has_equal_keys(lm: LoadedModel) -> None:
         assert weights_fingerprint(lm.model) == weights_fingerprint(again.model)
     finally:
         torch.set_num_threads(torch_threads)
+    assert key(lm, edges=None) == key(lm, edges=None, thresholds=Thresholds(margin=0.1, level=0.1))
+    assert key(lm) == key(lm, thresholds=Thresholds(level=0.1))
     # what judges, stands beside, or is carried along unread is no part of what is measured
     assert key(lm) == key(lm, heads=False) == key(lm, primary=("weight", "contribution"))
     assert key(lm) == key(lm, replace(PROMPT, meta={"a": 1}))
@@ -60,6 +63,11 @@ def test_everything_that_decides_a_number_changes_the_key(lm: LoadedModel, monke
         found[name] = key(lm, replace(PROMPT, **{name: value}))
     found["given target"] = key(lm, target=Target.logprob("ANS"))
     found["own"] = key(lm, own={"mine": [1.0]})
+    signs = {"mine": True}
+    found["own with signs elsewhere"] = prompt_key(
+        PROMPT, None, {"mine": [1.0]}, model_identity(lm), make_plan().plain(), signed=signs
+    )
+    found["margin of edges removed together"] = key(lm, thresholds=Thresholds(margin=0.1))
     found["other own"] = key(lm, own={"mine": [2.0]})
     found["methods"] = key(lm, methods=["weight"])
     found["params"] = key(lm, params={"input_x_gradient": {"aggregate": "norm"}})

@@ -10,7 +10,7 @@ import pytest
 
 import attndiag
 from attndiag.comparison.edges import EdgePlan, judge_edges, measure_edges
-from attndiag.comparison.side_by_side import compare, tables
+from attndiag.comparison.side_by_side import tables
 from attndiag.models.known import sink_against_value
 from attndiag.models.load import LoadedModel
 from attndiag.runs.plan import make_plan
@@ -70,14 +70,14 @@ def test_what_one_prompt_gives_comes_back_as_it_was(lm: LoadedModel, tmp_path: P
     assert pq.ParquetFile(path).metadata.row_group(0).column(3).compression == "ZSTD"
 
 
-def test_tables_over_results_from_disk_are_those_of_compare(lm: LoadedModel, tmp_path: Path) -> None:
+def test_tables_over_results_from_disk_are_those_of_a_run(lm: LoadedModel, tmp_path: Path) -> None:
     plan = make_plan(METHODS, replacements=["uniform:draws=3"])
     read = []
     for prompt in PROMPTS:
         write_result(tmp_path / "one.parquet", KEY, measure_prompt(lm, prompt, plan))
         read.append(read_result(tmp_path / "one.parquet", KEY))
     found = tables([one.compared for one in read], plan.compared)
-    straight = compare(lm, PROMPTS, METHODS, replacements=["uniform:draws=3"])
+    straight = attndiag.run(lm, PROMPTS, METHODS, replacements=["uniform:draws=3"], edges=None).comparison
     for name in ("prompts", "scores", "agreement", "agreement_summary", "faithfulness", "differences", "verdicts"):
         one, two = getattr(found, name), getattr(straight, name)
         assert len(one) > 0

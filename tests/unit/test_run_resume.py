@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import pandas as pd
 import pytest
 
 import attndiag
-from attndiag.errors import InsufficientMemoryError, RunFolderError
+from attndiag.comparison import methods, one_prompt
+from attndiag.errors import InsufficientMemoryError, NotApplicableError, RunFolderError
 from attndiag.models.known import sink_against_value
 from attndiag.models.load import LoadedModel
 from attndiag.runs import comparing, work
@@ -26,7 +28,7 @@ from attndiag.runs.compared_run import ComparedRun, read_compared_run
 from attndiag.runs.compared_tables import tidy_tables
 from attndiag.runs.folder import kind_of, locked
 from attndiag.runs.plan import RunPlan, make_plan
-from attndiag.runs.result_files import write_result
+from attndiag.runs.result_files import RESTARTED, SAME_M, UNTOUCHED, write_result
 from attndiag.runs.weights_run import measure_prompts
 from attndiag.stats.verdicts import Thresholds
 
@@ -343,6 +345,15 @@ def test_what_cannot_be_measured_is_a_row_with_its_reason(lm: LoadedModel, tmp_p
     assert found.facts["n_failed"] == 1 and not found.passed
     failed = found.comparison.problems.set_index("prompt").loc["same"]
     assert failed.method == "" and failed.reason.startswith("TargetError")
+    row = pd.read_parquet(tmp_path / "tables" / "prompts.parquet").set_index("prompt").loc["same"]
+    assert row[["status", "text", "target", "foil", "cluster"]].tolist() == [
+        "failed",
+        "<bos> MARK a b c Q",
+        "ANS",
+        "ANS ",
+        "same",
+    ]
+    assert row.error == failed.reason
     verdicts = found.comparison.verdicts
     assert set(verdicts[verdicts.prompt.isin(["short", "one token"])].verdict) <= {"undefined"}
     flat = verdicts[(verdicts.prompt == "flat") & (verdicts.method == "mine")]
@@ -362,6 +373,93 @@ def test_a_lack_of_memory_is_tried_again(lm: LoadedModel, tmp_path: Path, monkey
         first = attndiag.run(lm, PROMPTS[:1], plan=small_plan(), output=tmp_path)
     assert first.facts["n_failed"] == 1
     assert attndiag.run(lm, PROMPTS[:1], plan=small_plan(), output=tmp_path).passed
+
+
+@pytest.mark.parametrize("lacking", ["edges", "method", "faithfulness"])
+def test_a_lack_of_memory_of_a_part_is_tried_again(
+    lm: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    def too_much(*_: object, **__: object) -> None:
+        raise InsufficientMemoryError("needs more")
+
+    place = {"edges": (work, "measure_edges"), "faithfulness": (one_prompt, "_faithfulness")}
+    with monkeypatch.context() as patched:
+        patched.setattr(*place.get(lacking, (methods.PromptMethods, "_by_row")), too_much)
+        first = attndiag.run(lm, PROMPTS[:1], plan=small_plan(), output=tmp_path)
+    assert first.comparison.problems.reason.str.startswith("InsufficientMemoryError").any()
+    assert first.passed == (lacking == "faithfulness")
+    counting = Counting()
+    again = attndiag.run(lm, PROMPTS[:1], plan=small_plan(), output=tmp_path, callback=counting)
+    assert counting.measured == ["p0"] and again.passed and again.comparison.problems.empty
+    assert attndiag.run(lm, PROMPTS[:1], plan=small_plan(), output=tmp_path, callback=counting).passed
+    assert counting.measured == ["p0"]
+
+
+def test_what_failed_on_every_prompt_is_no_success(
+    lm: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise NotApplicableError("not here")
+
+    plain = work.measure_edges
+    with monkeypatch.context() as patched:
+        patched.setattr(work, "measure_edges", none)
+        found = attndiag.run(lm, PROMPTS[:2], plan=small_plan(), output=tmp_path)
+        assert found.facts["failed_everywhere"] == ["edges"] and not found.passed and not found.blocked
+        assert not read_compared_run(tmp_path).passed
+        # that edges were not asked for is none of that
+        assert attndiag.run(lm, PROMPTS[:2], plan=small_plan(edges=None)).passed
+        some = iter((none, plain))
+        patched.setattr(work, "measure_edges", lambda *given, **more: next(some)(*given, **more))
+        assert attndiag.run(lm, PROMPTS[:2], plan=small_plan()).passed
+    odd = make_plan(["weight", "weight@L9"], replacements=["uniform:draws=3"], metrics=[], heads=False, edges=None)
+    found = attndiag.run(lm, PROMPTS[:2], plan=odd)
+    assert found.facts["n_failed"] == 0 and found.facts["failed_everywhere"] == ["weight@L9"] and not found.passed
+
+
+@pytest.mark.parametrize(
+    ("failing", "tokens", "edges"),
+    [
+        ("capture leaves the output as it is", True, True),
+        ("restarted runs reproduce the model", False, True),
+        ("edges and tokens measure the same m", True, True),
+        ("m above its noise floor", False, False),
+    ],
+)
+def test_a_failed_self_check_blocks_the_verdicts_that_stand_on_it(
+    lm: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, tokens: bool, edges: bool
+) -> None:
+    plain = work.measure_prompt
+
+    def fails_on_the_first(lm: LoadedModel, prompt: attndiag.Prompt, *given: Any, **more: Any) -> work.PromptWork:
+        found = plain(lm, prompt, *given, **more)
+        assert failing in {check.name for check in found.checks}
+        spoiled = [replace(check, passed=False) if check.name == failing else check for check in found.checks]
+        return replace(found, checks=tuple(spoiled)) if prompt.id == "p0" else found
+
+    monkeypatch.setattr(comparing, "measure_prompt", fails_on_the_first)
+    attndiag.run(lm, PROMPTS[:2], plan=small_plan(), output=tmp_path)
+    found = read_compared_run(tmp_path)
+    verdicts, rows = found.comparison.verdicts, found.edges.edges("weight")  # type: ignore[union-attr]
+    for table, blocked in ((verdicts, tokens), (rows, edges)):
+        reason = f"blocked by failed self-checks: {failing}" if blocked else None
+        first, second = (table[table.prompt == name] for name in ("p0", "p1"))
+        assert set(first.blocked) == {blocked} and set(second.blocked) == {False}
+        assert (set(first.reason) == {reason}) == blocked
+        assert set(second.reason) == {""}
+        assert (set(first.verdict) == {"undefined"}) == blocked
+    assert found.blocked == (tokens or edges) and found.passed == (not found.blocked)
+    if failing == UNTOUCHED:
+        # nothing is judged, and still it is no success
+        silent = attndiag.run(lm, PROMPTS[:1], plan=small_plan(replacements=[], metrics=[], edges=None))
+        assert silent.comparison.verdicts.empty and silent.blocked and not silent.passed
+
+
+def test_the_checks_themselves_can_fail(lm: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "RESTART_TOLERANCE", -1.0)
+    monkeypatch.setattr(work.torch, "equal", lambda *_: False)
+    checks = {check.name: check.passed for check in work.measure_prompt(lm, PROMPTS[0], small_plan()).checks}
+    assert not checks[UNTOUCHED] and not checks[RESTARTED] and checks[SAME_M]
 
 
 def test_facts_checks_heads_and_tables(lm: LoadedModel, tmp_path: Path) -> None:
