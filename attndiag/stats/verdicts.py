@@ -198,7 +198,7 @@ def judge(
     task : [row] what `task_check` said; no row failed when None.
     failed_checks : [row] names of self-checks that failed (a capture that does not reproduce the model, ...).
     replacement_tau : [row] what `replacement_agreement` said, nan included; None where only one replacement was used.
-    redundant : [row, item] what `redundant_items` said: where the effect is absent, the state is `redundant` instead.
+    redundant : [row, item] what `redundancy.stand_ins` said: where the effect is absent, the state is `redundant` instead.
     family : correct over all items, see `evidence.states`.
 
     Raises
@@ -300,36 +300,6 @@ def replacement_agreement(effects: Mapping[str, NDArray[np.floating]]) -> float:
         both = np.isfinite(a) & np.isfinite(b)
         taus.append(tau_b(a[both], b[both]))
     return float(np.min(taus))
-
-
-def redundant_items(
-    single: NDArray[np.floating], joint: Mapping[tuple[int, ...], float], delta: float, *, floor: float = 0.0
-) -> NDArray[np.bool_]:
-    """Items without an effect of their own that have one together with others that have none either.
-
-    Parameters
-    ----------
-    single : [item] effects of removing one.
-    joint : items -> effect of removing them all, for the sets that were measured.
-    delta : margin; an effect +- floor inside it is absent, outside it present.
-
-    Returns
-    -------
-    [item], True for members of a set whose joint effect is present while no member's own effect is.
-
-    Raises
-    ------
-    ValueError : a set of fewer than 2 items.
-    """
-    own = np.abs(np.asarray(single, dtype=np.float64)) + floor < delta
-    found = np.zeros(own.shape, dtype=bool)
-    for items, effect in joint.items():
-        members = sorted(set(items))
-        if len(members) < 2:
-            raise ValueError(f"a set holds {items}; expected at least 2 different items")
-        if abs(effect) - floor >= delta and own[members].all():
-            found[members] = True
-    return found
 
 
 def _table(scores: NDArray[np.floating], admissible: NDArray[np.bool_] | None) -> tuple[Array, NDArray[np.bool_]]:

@@ -12,8 +12,9 @@ import attndiag
 from attndiag.models.known import KnownModel, duplicated_heads, randomised_sink, sink_against_value
 from attndiag.stats.evidence import from_knockout
 from attndiag.stats.inference import measure_noise_floor
+from attndiag.stats.redundancy import stand_ins
 from attndiag.stats.verdict_sets import method_verdict
-from attndiag.stats.verdicts import Verdicts, judge, redundant_items, row_verdicts, task_check
+from attndiag.stats.verdicts import Verdicts, judge, row_verdicts, task_check
 
 TARGET = attndiag.Target.logit_diff("ANS", "FOIL")
 SEEDS = 200
@@ -144,9 +145,9 @@ def test_a_planted_redundant_pair_is_redundant_and_not_irrelevant() -> None:
             return m - float(attndiag.score(lm, prompt, TARGET).numpy()[0])
 
     single = np.array([without(head) for head in range(3)])
-    joint = {pair: without(*pair) for pair in ((0, 1), (0, 2), (1, 2))}
+    joint, rest = without(0, 1, 2), np.array([without(1, 2), without(0, 2), without(0, 1)])
     delta = 0.02 * abs(m)
-    redundant = redundant_items(single, joint, delta)
+    redundant = stand_ins(single, joint, rest, delta)
     assert redundant.tolist() == [True, True, False]
     # all three heads have mass; by single effects alone each would be a weight without effect
     found = judge(np.array([[1.0, 1.0, 0.1]]), from_knockout(single[None]), np.array([m]), redundant=redundant[None])

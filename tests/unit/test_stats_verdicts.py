@@ -7,13 +7,13 @@ import pytest
 
 from attndiag.errors import ShapeError
 from attndiag.stats.evidence import from_draws, from_knockout, states
+from attndiag.stats.redundancy import stand_ins
 from attndiag.stats.verdict_sets import catalogues, method_verdict
 from attndiag.stats.verdicts import (
     VERDICTS,
     Thresholds,
     claims,
     judge,
-    redundant_items,
     replacement_agreement,
     row_verdicts,
     task_check,
@@ -165,8 +165,8 @@ def test_replacements_that_order_the_tokens_differently_give_no_verdict() -> Non
 
 def test_items_that_stand_in_for_each_other_are_redundant_and_not_irrelevant() -> None:
     scores, single = np.array([[0.42, 0.42, 0.06, 0.05, 0.05]]), np.array([0.0, 0.0, 0.0, 3.0, 0.0])
-    joint = {(0, 1): 8.0, (0, 2): 0.0, (2, 3): 3.0}
-    redundant = redundant_items(single, joint, delta=0.2, floor=0.01)
+    redundant = np.zeros(5, dtype=bool)
+    redundant[:3] = stand_ins(single[:3], 8.0, np.array([0.0, 0.0, 8.0]), delta=0.2, floor=0.01)
     assert redundant.tolist() == [True, True, False, False, False]
     evidence = from_knockout(single[None], 0.01)
     alone, together = (judge(scores, evidence, M, redundant=r) for r in (None, redundant[None]))
@@ -174,8 +174,6 @@ def test_items_that_stand_in_for_each_other_are_redundant_and_not_irrelevant() -
     assert together.verdict[0].tolist() == ["inconclusive", "inconclusive", "agree", "disagree", "agree"]
     assert together.shown.state[0].tolist() == ["redundant", "redundant", "absent", "present", "absent"]
     assert not together.where("high", "absent").any()
-    with pytest.raises(ValueError, match="expected at least 2 different items"):
-        redundant_items(single, {(0,): 1.0}, delta=0.2)
     with pytest.raises(ShapeError, match="redundant"):
         judge(scores, evidence, M, redundant=redundant)
 
