@@ -150,7 +150,6 @@ def composition_score(
     w_o: OutputWeights,
     *,
     reads_other_side: Tensor,
-    chance: tuple[float, float] | None = None,
     draws: int = 100,
     seed: int = 0,
 ) -> Composition:
@@ -166,7 +165,6 @@ def composition_score(
     w_v : [earlier_kv_head, d_model, d_head] of the earlier heads, norm folded in.
     w_o : [earlier_head, d_head, d_model] of the earlier heads.
     reads_other_side : S, [later_head, d_head, d_model].
-    chance : (baseline, spread) from `composition_chance`, where they are known for these shapes already.
     draws, seed : how many random pairs make the baseline.
 
     Returns
@@ -179,7 +177,7 @@ def composition_score(
     offset, which this leaves out. Elhage 2021 (A Mathematical Framework for Transformer Circuits).
     """
     ratio = composition_ratio(writing_side(w_v, w_o), reading_side(reads, reads_other_side))
-    baseline, spread = chance or composition_chance(w_v, w_o, reads, reads_other_side, draws=draws, seed=seed)
+    baseline, spread = composition_chance(w_v, w_o, reads, reads_other_side, draws=draws, seed=seed)
     return Composition(
         defined(ratio - baseline, ratio.isfinite(), "the composition score", "one of the two circuits is zero"),
         baseline,

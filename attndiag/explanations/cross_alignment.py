@@ -129,7 +129,7 @@ def cross_scores(
         clean = asked(whole)
 
         def without(cut_layers: list[int]) -> Tensor:
-            lost = torch.zeros(*target.shape, source.shape[1])
+            lost = torch.zeros(*target.shape, source.shape[1], device=target.device)
             for query in range(target.shape[1]):
                 for key in range(source.shape[1]):
                     cut = [Knockout(layer, query=query, key=key, stream="cross") for layer in cut_layers]

@@ -125,12 +125,12 @@ def edge_effects(
     kept = _Kept(resume, _fingerprint(lm, one, resolved, mode, grain, stream, route_taken, plan))
     found: dict[Edge, float] = dict(kept.found)
     total = sum(len(group.edges) for group in plan)
-    clean = float(resolved.measure(runner.restart.clean_rows)) if runner.restart else float("nan")
+    restart = runner.restart
+    clean = resolved.value(lm.run(resolved.inputs)) if restart is None else resolved.measure(restart.clean_rows)
     for group in plan:
         if group.edges[0] not in found or group.edges[-1] not in found:
-            values, own = runner.measure(group, mode, grain, batch_tokens)
+            values = runner.measure(group, mode, grain, batch_tokens)
             found.update(zip(group.edges, values, strict=True))
-            clean = own if clean != clean else clean
             kept.add(group.edges, values)
         if progress is not None:
             progress(min(sum(1 for _ in found), total), total)
@@ -160,7 +160,7 @@ def edge_effects(
             "route_reason": reason,
             "seconds": time.perf_counter() - began,
         },
-        checks={"clean": clean, "restart_error": error, "edges": total},
+        checks={"clean": float(clean), "restart_error": error, "edges": total},
     )
 
 
@@ -270,22 +270,20 @@ class _Runner:
     sites: dict[int, BlockSites]
     restart: Restart | None
 
-    def measure(self, group: _Group, mode: Mode, grain: Grain, batch_tokens: int) -> tuple[list[float], float]:
-        """Effects of the group's edges in order, and m of the unedited row of the last batch."""
+    def measure(self, group: _Group, mode: Mode, grain: Grain, batch_tokens: int) -> list[float]:
+        """Effects of the group's edges in order, each against the unedited row of its own batch."""
         n = self.resolved.encoded.input_ids.shape[1]
         width = n - group.query if self.restart is not None else n
         size = rows_of_batch(batch_tokens, width, n)
         effects: list[float] = []
-        clean = float("nan")
         device = self.resolved.encoded.input_ids.device
         for part in _chunks(group.edges, size):
             table = torch.tensor([(0, NONE, 0, 0), *part], device=device)
             start = group.query if self.restart is not None else 0
             variants = Variants(table[:, 1], table[:, 2], table[:, 3], mode, first_query=start)
             m = self._m(group, variants, one_query=grain == "edge")
-            clean = float(m[0])
             effects.extend((m[0] - m[1:]).tolist())
-        return effects, clean
+        return effects
 
     def _m(self, group: _Group, variants: Variants, *, one_query: bool) -> Tensor:
         if self.restart is not None:

@@ -211,6 +211,17 @@ def test_an_interrupted_call_goes_on_where_it_stopped(tmp_path, monkeypatch):
         ad.edge_effects(lm, TEXT, TARGET.swapped(), resume=kept)
 
 
+@pytest.mark.parametrize("route", ["forwards", "restart"])
+def test_a_finished_file_still_says_what_the_clean_run_gives(tmp_path, route):
+    lm = loaded("gpt2", RESTARTED["gpt2"])
+    kept = tmp_path / "edges.pt"
+    whole = ad.edge_effects(lm, TEXT, TARGET, layers=[1], route=route, resume=kept)
+    again = ad.edge_effects(lm, TEXT, TARGET, layers=[1], route=route, resume=kept)
+    assert torch.equal(again.values.nan_to_num(), whole.values.nan_to_num())
+    m = float(ad.score(lm, TEXT, TARGET).values[0])
+    assert again.checks["clean"] == pytest.approx(m, abs=1e-5) == whole.checks["clean"]
+
+
 def test_a_restart_that_is_not_exact_is_not_used(monkeypatch):
     lm = loaded("gpt2", RESTARTED["gpt2"])
     monkeypatch.setattr(restart.Restart, "error", lambda _: 0.01)

@@ -111,6 +111,22 @@ def test_scores_of_an_untrained_translator_are_what_the_parts_say():
         cross_scores(model, data.source, decoder[:, :3], data.target)
 
 
+@pytest.mark.gpu
+def test_scores_stay_on_the_device_of_the_model():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    torch.manual_seed(0)
+    model = translation_model().eval().cuda()
+    data = dated_sentences(2, seed=2)
+    source, target = data.source.cuda(), data.target.cuda()
+    decoder = decoder_inputs(data.target).cuda()
+    scores = cross_scores(model, source, decoder, target, replace=same_class_replacements, draws=1)
+    assert {values.device.type for values in scores.by_method.values()} == {"cuda"}
+    there = cross_scores(model.cpu(), data.source, decoder.cpu(), data.target)
+    for name in ("edge_effect", "weight", "contribution"):
+        torch.testing.assert_close(scores.by_method[name].cpu(), there.by_method[name], atol=1e-4, rtol=1e-3)
+
+
 def test_pointing_pairs_each_method_with_its_weights():
     right = torch.tensor([[0, 1], [1, 0]])
     good = torch.nn.functional.one_hot(right, 3).double()
