@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import pkgutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -182,7 +182,9 @@ if (PACKAGE / "cli.py").exists():
         run_python(code)  # the first one fills the byte code cache
         seconds = []
         for _ in range(3):
-            start = time.perf_counter()
+            # time of the processor: what else the machine does is no part of it
+            before = os.times()
             assert "report" in run_python(code)
-            seconds.append(time.perf_counter() - start)
-        assert min(seconds) < 1.0
+            after = os.times()
+            seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        assert 0 < min(seconds) < 1.0

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attndiag.commands import options
-from attndiag.commands.choosing import choose_prompts
+from attndiag.commands.choosing import EdgeChoice, choose_prompts, comma_names
 from attndiag.commands.console import (
     FINE,
     INTERRUPTED,
     SOME_FAILED,
     data,
     data_json,
+    given_options,
     guarded,
     progress_bar,
     remark,
@@ -31,15 +32,8 @@ if TYPE_CHECKING:
     from attndiag.runs.plan import RunPlan
 
 COMPARISON = "Comparison"
-
-
-class EdgeChoice(StrEnum):
-    """Which edges of the last query are taken away."""
-
-    auto = "auto"
-    all = "all"
-    screen = "screen"
-    none = "none"
+# what goes with a run that is there
+_OF_READING = ("what", "output", "csv", "table", "offline", "quiet", "json", "debug")
 
 
 class TableName(StrEnum):
@@ -58,6 +52,7 @@ class TableName(StrEnum):
 
 @guarded
 def compare(
+    context: typer.Context,
     what: Annotated[
         str | None,
         typer.Argument(
@@ -178,12 +173,17 @@ def compare(
     if json and csv:
         raise typer.BadParameter("--json and --csv both want standard output; give one of them")
     if what is not None and Path(what).is_dir():
-        made = (prompts, prompt_id, target, foil, methods, replacements, metrics, own, primary, limit)
-        if any(given is not None for given in made) or overwrite:
-            raise typer.BadParameter(f"{what} is a run that is there; options about making one do not go with it")
+        unused = given_options(context, _OF_READING)
+        if unused:
+            ways = f"options about making one do not go with it: leave out {', '.join(unused)}"
+            raise typer.BadParameter(f"{what} is a run that is there; {ways}")
         from attndiag.runs.compared_run import read_compared_run
 
         run, n_skipped = read_compared_run(what), 0
+        if output is not None:
+            from attndiag.reports.compared_report import require_page_place
+
+            require_page_place(run, output)
     else:
         example = 'attndiag compare "The capital of France is"'
         batch, n_skipped = choose_prompts(
@@ -222,14 +222,6 @@ def compare(
     raise typer.Exit(FINE if run.passed and not n_skipped else SOME_FAILED)
 
 
-def _names(values: list[str] | None) -> tuple[str, ...] | None:
-    """Names given with commas, with the option again, or both; `none` is the empty list."""
-    if values is None:
-        return None
-    found = tuple(name.strip() for value in values for name in value.split(",") if name.strip())
-    return () if found == ("none",) else found
-
-
 def _plan(
     methods: list[str] | None,
     replacements: list[str] | None,
@@ -243,15 +235,15 @@ def _plan(
     from attndiag.errors import AttnDiagError
     from attndiag.runs.plan import make_plan
 
-    pair = _names([primary]) if primary is not None else None
+    pair = comma_names([primary]) if primary is not None else None
     if pair is not None and len(pair) != 2:
         raise typer.BadParameter(f"--primary {primary!r} names {len(pair)} methods; expected two, with a comma")
     swaps = None if replacements is None else () if replacements == ["none"] else tuple(replacements)
     try:
         return make_plan(
-            _names(methods),
+            comma_names(methods),
             replacements=swaps,
-            metrics=_names(metrics),
+            metrics=comma_names(metrics),
             edges=None if edges is EdgeChoice.none else edges.value,
             primary=None if pair is None else (pair[0], pair[1]),
             own=own,

@@ -10,7 +10,7 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, get_type_hints
 
@@ -39,6 +39,15 @@ def remark(text: str, *, quiet: bool = False) -> None:
     """One line beside the data."""
     if not quiet:
         typer.echo(text, err=True)
+
+
+def given_options(context: typer.Context, but: Collection[str] = ()) -> list[str]:
+    """Options that the user gave, without those named in `but`, as they are written."""
+    sources = {
+        option.name: context.get_parameter_source(option.name) for option in context.command.params if option.name
+    }
+    given = {name for name, source in sources.items() if source is not None and not source.name.startswith("DEFAULT")}
+    return [max(one.opts, key=len) for one in context.command.params if one.name in given and one.name not in but]
 
 
 def guarded(command: Callable[..., R]) -> Callable[..., R]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attndiag.commands import options
+from attndiag.commands.choosing import choose_prompts
 from attndiag.commands.console import FINE, SOME_FAILED, data, data_json, guarded, progress_bar, remark
 
 if TYPE_CHECKING:
@@ -127,7 +129,14 @@ def explain(
         params["replacement"] = replacement
     if output is not None and output.suffix not in (".csv", ".parquet"):
         raise typer.BadParameter(f"{output} ends neither in .csv nor in .parquet")
-    chosen = _prompts(text, prompts, prompt_id, target, foil, limit, skip_bad, quiet)
+    example = 'attndiag explain "The capital of France is"'
+    chosen, n_skipped = choose_prompts(
+        text, prompts, prompt_id, example=example, target=target, foil=foil, limit=limit, skip_bad=skip_bad,
+        quiet=quiet,
+    )  # fmt: skip
+    if text is not None:
+        # one typed prompt: its whole text would be no name for it
+        chosen = [replace(one, id="prompt") for one in chosen]
 
     from attndiag.models.load import load
 
@@ -150,7 +159,7 @@ def explain(
     unverified = {label: scores.failures for label, scores in results.items() if scores.failures}
     for label, failures in unverified.items():
         remark(f"{label}: not verified: {'; '.join(failures)}")
-    raise typer.Exit(SOME_FAILED if failed or unverified else FINE)
+    raise typer.Exit(SOME_FAILED if failed or unverified or n_skipped else FINE)
 
 
 def _measure(
@@ -180,8 +189,12 @@ def _measure(
             if len(prompts) == 1:
                 raise
             failed[label] = " ".join(str(error).split())
-        except (ValueError, TypeError) as error:  # a parameter out of range: misuse, whatever the prompt
-            raise typer.BadParameter(" ".join(str(error).split())) from error
+        except (ValueError, TypeError) as error:
+            if done == 1:
+                # a parameter out of range: misuse, whatever the prompt
+                raise typer.BadParameter(" ".join(str(error).split())) from error
+            # it did for another prompt: what was measured is not thrown away
+            failed[label] = f"{type(error).__name__}: {' '.join(str(error).split())}"
         bar("measuring", done, len(prompts))
     return results, failed
 
@@ -253,49 +266,6 @@ def _as_json(label: str, scores: Scores, frame: pd.DataFrame) -> dict[str, Any]:
         "failures": list(scores.failures),
         "rows": frame.drop(columns=["method", "unit"]).to_dict(orient="records"),
     }
-
-
-def _prompts(
-    text: str | None,
-    path: Path | None,
-    prompt_id: str | None,
-    target: str | None,
-    foil: str | None,
-    limit: int | None,
-    skip_bad: bool,
-    quiet: bool,
-) -> list[Prompt]:
-    import difflib
-    from dataclasses import replace
-
-    from attndiag.errors import PromptError
-    from attndiag.prompts import Prompt
-
-    if foil is not None and target is None:
-        raise typer.BadParameter("a foil needs a target to be compared with; add --target")
-    if text is not None:
-        if path is not None or prompt_id is not None:
-            raise typer.BadParameter("give either a prompt or --prompts and --id, not both")
-        return [Prompt(text, id="prompt", target=target, foil=foil)]
-    if path is None and prompt_id is None:
-        raise typer.BadParameter('give a prompt, for example: attndiag explain "The capital of France is"')
-    from attndiag.runs.prompt_files import SHIPPED, scan_prompts
-
-    found = scan_prompts(SHIPPED if path is None else path)
-    if skip_bad:
-        for entry in found.bad:
-            remark(f"skipped {found.path}:{entry.line}: {entry.reason}", quiet=quiet)
-    chosen = list(found.require_any() if skip_bad else found.require_clean())
-    if prompt_id is not None:
-        named = [prompt for prompt in chosen if prompt.id == prompt_id]
-        if not named:
-            near = difflib.get_close_matches(prompt_id, [str(prompt.id) for prompt in chosen], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the first is {chosen[0].id!r}"
-            raise PromptError(f"there is no prompt {prompt_id!r} in {path or 'the shipped set'}; {hint}")
-        chosen = named
-    if target is not None:
-        chosen = [replace(prompt, target=target, foil=foil) for prompt in chosen]
-    return chosen[:limit]
 
 
 def _parameters(given: list[str]) -> dict[str, Any]:

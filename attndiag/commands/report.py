@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attndiag.commands import options
+from attndiag.commands.choosing import read_set
 from attndiag.commands.console import (
     FINE,
     INTERRUPTED,
@@ -83,7 +84,7 @@ def report(
             _finish_comparison(run_dir, json=json, quiet=quiet)
         _finish(_render(RunFolder.open(run_dir), quiet), json=json, quiet=quiet)
     # cheap things first: a wrong prompt file should not wait for the model
-    chosen, n_skipped = _read(prompts, skip_bad, quiet)
+    chosen, n_skipped = read_set(prompts, skip_bad=skip_bad, quiet=quiet)
     chosen = chosen[:limit]
     RunFolder.require_place(output)
     with progress_bar(quiet=quiet) as bar:
@@ -98,18 +99,6 @@ def report(
     else:
         folder = _measure(lm, chosen, settings, output, prompts, n_skipped=n_skipped, overwrite=overwrite, quiet=quiet)
     _finish(_render(folder, quiet), json=json, quiet=quiet, n_skipped=n_skipped)
-
-
-def _read(path: Path | None, skip_bad: bool, quiet: bool) -> tuple[list[Prompt], int]:
-    """The prompts, and how many entries were skipped; each of those is named."""
-    from attndiag.runs.prompt_files import SHIPPED, scan_prompts
-
-    found = scan_prompts(SHIPPED if path is None else path)
-    if not skip_bad:
-        return found.require_clean(), 0
-    for entry in found.bad:
-        remark(f"skipped {found.path}:{entry.line}: {entry.reason}", quiet=quiet)
-    return found.require_any(), len(found.bad)
 
 
 def _load(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attndiag.commands import options
+from attndiag.commands.choosing import EdgeChoice, comma_names, read_set
 from attndiag.commands.console import (
     FINE,
     INTERRUPTED,
@@ -68,15 +69,13 @@ def run(
         str | None, _option("--primary", panel=COMPARISON, metavar="A,B", help="The pair that is the main question.")
     ] = None,
     edges: Annotated[
-        bool | None, _option("--edges/--no-edges", panel=COMPARISON, help="Measure edges of the last query. On.")
-    ] = None,
-    edge_extent: Annotated[
-        str | None,
+        EdgeChoice | None,
         _option(
-            "--edge-extent",
+            "--edges",
             panel=COMPARISON,
-            metavar="auto|all|screen",
-            help="All edges, or a screen: the largest estimates and claims. auto: all up to 8,192.",
+            help="Edges taken away one by one: all, a screen (the largest estimates and claims), none. auto, the "
+            "default: all up to 8,192 a prompt.",
+            case_sensitive=False,
         ),
     ] = None,
     heads: Annotated[
@@ -121,7 +120,7 @@ def run(
     \b
     Examples:
       attndiag run -o out                                     default model, shipped prompts, eight methods
-      attndiag run --prompts my.jsonl --limit 10 --no-edges -o quick
+      attndiag run --prompts my.jsonl --limit 10 --edges none -o quick
       attndiag run --methods weight,rollout --replacement pair -o pairs
       attndiag run --config run.yaml --seed 1 -o seed1
     """
@@ -132,12 +131,12 @@ def run(
         config,
         {
             "prompts": prompts,
-            "methods": _names(methods),
+            "methods": comma_names(methods),
             "replacements": tuple(replacements) if replacements else None,
-            "metrics": _names(metrics),
+            "metrics": comma_names(metrics),
             "own": tuple(own) if own else None,
-            "primary": _names([primary]) if primary else None,
-            "edges": "none" if edges is False else edge_extent or ("auto" if edges else None),
+            "primary": comma_names([primary]) if primary else None,
+            "edges": None if edges is None else edges.value,
             "heads": heads,
             "deep": deep,
             "model": model,
@@ -162,17 +161,10 @@ def run(
     _finish(_measure(chosen, plan, batch, files, n_skipped, quiet), json=json, quiet=quiet, n_skipped=n_skipped)
 
 
-def _names(values: list[str] | None) -> tuple[str, ...] | None:
-    """Names given with commas, with the option again, or both; `none` is the empty list."""
-    if values is None:
-        return None
-    found = tuple(name.strip() for value in values for name in value.split(",") if name.strip())
-    return () if found == ("none",) else found
-
-
 def _plan(config: RunConfig, own: tuple[str, ...]) -> RunPlan:
     from dataclasses import replace
 
+    from attndiag.errors import AttnDiagError
     from attndiag.runs.config import ConfigError
     from attndiag.runs.plan import make_plan
     from attndiag.stats.verdicts import Thresholds
@@ -194,6 +186,9 @@ def _plan(config: RunConfig, own: tuple[str, ...]) -> RunPlan:
         if plan.edges is not None:
             edges = replace(plan.edges, most=config.edge_most, methods=config.edge_methods or plan.edges.methods)
             plan = replace(plan, edges=edges)
+    except AttnDiagError:
+        # says itself what it is about
+        raise
     except (ValueError, TypeError) as error:
         # of our own checks: what was asked for cannot be run
         raise ConfigError(str(error)) from error
@@ -201,32 +196,32 @@ def _plan(config: RunConfig, own: tuple[str, ...]) -> RunPlan:
 
 
 def _read(config: RunConfig, quiet: bool) -> tuple[list[Prompt], int]:
-    """The prompts, and how many entries were skipped; each of those is named."""
-    from attndiag.prompts import Prompt
-    from attndiag.runs.prompt_files import SHIPPED, scan_prompts
+    """The prompts, and how many entries were skipped; plain texts as chat turns where that is asked for."""
+    batch, n_skipped = read_set(config.prompts, skip_bad=config.skip_bad, quiet=quiet)
+    batch = batch[: config.limit]
+    return ([_as_chat(one) for one in batch] if config.chat_template else batch), n_skipped
 
-    found = scan_prompts(SHIPPED if config.prompts is None else config.prompts)
-    if config.skip_bad:
-        for entry in found.bad:
-            remark(f"skipped {found.path}:{entry.line}: {entry.reason}", quiet=quiet)
-        batch, n_skipped = found.require_any(), len(found.bad)
-    else:
-        batch, n_skipped = found.require_clean(), 0
-    if config.chat_template:
-        batch = [
-            one
-            if one.text is None
-            else Prompt(
-                messages=({"role": "user", "content": one.text},),
-                id=one.id,
-                target=one.target,
-                foil=one.foil,
-                cluster=one.cluster,
-                continuation=one.continuation,
-            )
-            for one in batch
-        ]
-    return batch[: config.limit], n_skipped
+
+def _as_chat(prompt: Prompt) -> Prompt:
+    """The text as one user turn; everything else stays.
+
+    Raises
+    ------
+    PromptError : it has a pair or spans, which are about the plain text and would mean nothing in the template.
+    """
+    from dataclasses import replace
+
+    from attndiag.errors import PromptError
+
+    if prompt.text is None:
+        return prompt
+    told = [name for name in ("pair", "spans") if getattr(prompt, name)]
+    if told:
+        raise PromptError(
+            f"prompt {prompt.id!r} has {' and '.join(told)}, which are about its plain text and not about a chat turn; "
+            "leave --chat-template out, or give messages instead of text in the prompt file"
+        )
+    return replace(prompt, text=None, messages=({"role": "user", "content": prompt.text},), spans={})
 
 
 def _measure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attndiag.commands import options
-from attndiag.commands.choosing import choose_prompts, named
+from attndiag.commands.choosing import choose_prompts, comma_names, named
 from attndiag.commands.console import FINE, SOME_FAILED, data, data_json, guarded, progress_bar, remark
 
 if TYPE_CHECKING:
-    from attndiag.prompts import Prompt
+    from attndiag.prompts import Prompt, Target
     from attndiag.reports.prompt_view import PromptView
     from attndiag.runs.compared_run import ComparedRun
 
@@ -114,18 +115,17 @@ def view(
     from attndiag.reports.prompt_view import METHODS, facts_of, require_saveable
 
     require_saveable(output)
-    run, chosen = None, METHODS
+    run, chosen, about = None, METHODS, None
     if what is not None and Path(what).is_dir():
         if any(given is not None for given in (prompts, target, foil, methods, replacements)) or effects:
             raise typer.BadParameter(f"{what} is a run that is there: its methods, target and effects are shown")
-        run, prompt = _of_run(Path(what), prompt_id)
+        run, prompt, about = _of_run(Path(what), prompt_id)
         chosen = ()
     else:
         example = 'attndiag view "The capital of France is"'
         (prompt, *_), _ = choose_prompts(what, prompts, prompt_id, example=example, target=target, foil=foil)
         if methods is not None:
-            listed = [name.strip() for value in methods for name in value.split(",") if name.strip()]
-            chosen = () if listed == ["none"] else tuple(listed)
+            chosen = comma_names(methods) or ()
     loading: dict[str, Any] = {"revision": revision, "dtype": dtype, "attn_implementation": attn_implementation}
     if run is not None and model is None:
         facts = run.facts
@@ -135,7 +135,7 @@ def view(
         model or "default",
         {**loading, "device": device, "offline": True if offline else None},
         prompt,
-        {"methods": chosen, "replacements": tuple(replacements or ()), "exact_effects": effects},
+        {"target": about, "methods": chosen, "replacements": tuple(replacements or ()), "exact_effects": effects},
         backend.value,
         quiet,
     )
@@ -172,20 +172,52 @@ def _revision(facts: Any) -> str | None:
     return str(facts["revision"]) if facts.get("source") == "hub" and facts.get("revision") else None
 
 
-def _of_run(folder: Path, prompt_id: str | None) -> tuple[ComparedRun, Prompt]:
-    """The run, and its prompt of that id (the first measured one when None) with the target that was fixed for it."""
+def _of_run(folder: Path, prompt_id: str | None) -> tuple[ComparedRun, Prompt, Target]:
+    """The run, its prompt of that id (the first measured one when None), and the target that was fixed for it.
+
+    The text is what the model read, chat template and all.
+    """
     from attndiag.errors import RunFolderError
     from attndiag.prompts import Prompt
     from attndiag.runs.compared_run import read_compared_run
 
     run = read_compared_run(folder)
-    there = [
-        Prompt(row["text"], id=row["prompt"], target=row["target"] or None, foil=row["foil"] or None)
-        for row in run.comparison.prompts.to_dict("records")
-    ]
-    if not there:
+    rows = {row["prompt"]: row for row in run.comparison.prompts.to_dict("records")}
+    if not rows:
         raise RunFolderError(f"{folder} holds no prompt that was measured, so there is nothing to view")
-    return run, there[0] if prompt_id is None else named(there, prompt_id, str(folder))
+    there = [Prompt(row["text"], id=label) for label, row in rows.items()]
+    prompt = there[0] if prompt_id is None else named(there, prompt_id, str(folder))
+    return run, prompt, _target(rows[str(prompt.id)])
+
+
+def _target(row: Mapping[str, Any]) -> Target:
+    """The target of a prompt of a run, from its row.
+
+    Raises
+    ------
+    NotApplicableError : the row does not hold all of it, or the view has no place for it.
+    """
+    from attndiag.errors import NotApplicableError
+    from attndiag.prompts import Target
+
+    kind, answer, foil = row["target_kind"], row["target"] or None, row["foil"] or None
+    if kind in ("logit_diff", "logprob", "logit", "prob", "masked_token_logit"):
+        return Target(kind, answer, foil)
+    if kind == "class_logit":
+        return Target(kind, label=_label(answer), foil_label=_label(foil))
+    why = {
+        "cosine": "a run does not keep how it pools tokens",
+        "continuation_logprob": "its tokens are among those of the run, and it is read at several positions",
+    }.get(kind, "this version does not know it")
+    raise NotApplicableError(
+        f"prompt {row['prompt']!r} has the target {kind}, which cannot be viewed from a run: {why}. View the text by "
+        "itself, or call view_prompt of attndiag.reports.prompt_view with the target"
+    )
+
+
+def _label(said: str | None) -> int | str | None:
+    """A class as it was given: by number or by name."""
+    return int(said) if said is not None and said.isdigit() else said
 
 
 def _joined(shown: PromptView, run: ComparedRun, prompt: Prompt) -> PromptView:
@@ -198,12 +230,23 @@ def _joined(shown: PromptView, run: ComparedRun, prompt: Prompt) -> PromptView:
     mine = run.tokens[run.tokens["prompt"] == label].sort_values("pos")["text"].tolist()
     if mine != list(shown.tokens):
         raise RunFolderError(
-            f"prompt {label!r} has {len(mine)} tokens in the run and {len(shown.tokens)} now; give the run's own model "
-            "with --model, or view the text by itself"
+            f"prompt {label!r} has {len(mine)} tokens in the run and {len(shown.tokens)} now, or other ones; give the "
+            "run's own model with --model, or view the text by itself (a text for the decoder is not kept in a run)"
         )
+    row = next(row for row in run.comparison.prompts.to_dict("records") if row["prompt"] == label)
+    if shown.edges is not None and not _alike(shown.edges.m, row["m"]):
+        told = (
+            f"m is {shown.edges.m:.4g} here and {row['m']:.4g} in the run: another model, dtype or device computed it"
+        )
+        shown = replace(shown, notes=(*shown.notes, told))
     edges = None
     found = exact_of_run(run.edges, label)
     if found is not None and shown.edges is not None:
         layers, exact = found
         edges = replace(shown.edges, exact=exact, layers=layers, first_order=None)
     return with_run(shown, rows_of_run(run.comparison, label), edges, str(run.facts["run"]))
+
+
+def _alike(here: float, there: float) -> bool:
+    """Equal within what dtypes and devices may change."""
+    return abs(here - there) <= 0.01 * max(1.0, abs(there))

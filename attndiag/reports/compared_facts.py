@@ -8,11 +8,11 @@ import json
 import math
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attndiag.reports.compared_tables import Row
 from attndiag.reports.html import percent, seconds
+from attndiag.reports.places import without_home
 
 if TYPE_CHECKING:
     from attndiag.runs.compared_run import ComparedRun
@@ -49,7 +49,7 @@ def fact_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _fact(name: str, value: Any) -> str:
     if name == "location":
-        return _without_home(str(value))
+        return without_home(str(value))
     if name == "edges_measured":
         return percent(value)
     if name == "seconds":
@@ -57,12 +57,6 @@ def _fact(name: str, value: Any) -> str:
     if name == "seconds_by_method" and isinstance(value, Mapping):
         return ", ".join(f"{work} {seconds(spent)}" for work, spent in value.items())
     return _in_words(value)
-
-
-def _without_home(path: str) -> str:
-    """A path as it may be shown to others."""
-    home = str(Path.home())
-    return "~" + path[len(home) :] if path.startswith(home) and home != "/" else path
 
 
 def _in_words(value: Any) -> str:

@@ -19,10 +19,22 @@ from attndiag.reports.compared_tables import Row
 from attndiag.reports.figure_files import save_drawing
 from attndiag.reports.html import BUDGET, file_size, notebook_frame
 from attndiag.reports.page import PAGE, weights_part
+from attndiag.reports.places import file_entries
+from attndiag.reports.token_text import visible
 from attndiag.runs.compared_folder import RESULTS
 from attndiag.runs.compared_run import ComparedRun, read_compared_run
 from attndiag.runs.compared_schemas import COMPARED_TABLES
-from attndiag.runs.folder import WEIGHTS, RunFolder, explained, is_leftover, kind_of, write_atomically
+from attndiag.runs.folder import (
+    COMPARISON,
+    MARKER,
+    WEIGHTS,
+    RunFolder,
+    explained,
+    kind_of,
+    load_marker,
+    occupied,
+    write_atomically,
+)
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -74,13 +86,13 @@ def render_comparison(folder: str | Path, *, progress: Progress | None = None) -
     tell(0)
     run = read_compared_run(place)
     tell(1)
-    below = _weights_below(place)
+    below = _weights_below(run, place)
     made = write_page(run, place, below)
     tell(3)
     return made
 
 
-def write_page(run: ComparedRun, place: Path, below: tuple[str, Markup] | None = None) -> ComparisonReport:
+def write_page(run: ComparedRun, place: Path, below: tuple[str, Markup | None] | None = None) -> ComparisonReport:
     """The page and its figures, into any folder.
 
     Raises
@@ -116,34 +128,82 @@ def write_page(run: ComparedRun, place: Path, below: tuple[str, Markup] | None =
     return ComparisonReport(place, path, words.headline(run.comparison, run.edges), run)
 
 
-def _weights_below(place: Path) -> tuple[str, Markup] | None:
+def require_page_place(run: ComparedRun, place: Path) -> None:
+    """Raise `RunFolderError` where the page of this run would lie among other things: anything but its own folder, or
+    a new or empty one.
+    """
+    with explained(place):
+        if not place.exists() or (place.is_dir() and not occupied(place)):
+            return
+        if not place.is_dir():
+            raise RunFolderError(f"{place} is a file; give a folder for the page")
+        mine = kind_of(place) == COMPARISON and load_marker(place / MARKER).get("run") == run.facts["run"]
+        if not mine:
+            what = "another run" if (place / MARKER).is_file() else "other things"
+            raise RunFolderError(
+                f"{place} holds {what}; give a new or empty folder for the page and its figures, or the run's own"
+            )
+
+
+def _weights_below(run: ComparedRun, place: Path) -> tuple[str, Markup | None] | None:
+    """Headline and part of the weights run in the subfolder; without the part, the headline says why it is left out."""
     beside = place / WEIGHTS_FOLDER
     if not beside.is_dir() or kind_of(beside) != WEIGHTS:
         return None
-    return weights_part(RunFolder.open(beside), f"{WEIGHTS_FOLDER}/")
+    folder = RunFolder.open(beside)
+    why = foreign_weights(run, folder)
+    if why:
+        return f"The weights run in {WEIGHTS_FOLDER}/ is left out: {why}.", None
+    return weights_part(folder, f"{WEIGHTS_FOLDER}/")
+
+
+def foreign_weights(run: ComparedRun, weights: RunFolder) -> str:
+    """Why a weights run is not about the model and the prompts of a comparison; empty where it is.
+
+    It may have fewer prompts. Prompts that the comparison could not measure are known by their names alone.
+    """
+    there = weights.about.get("runs", {})
+    same = ("architecture", "parameters", "revision", "tokenizer_hash")
+    differ = [name for name in same if there.get(name) != run.facts.get(name)]
+    if there.get("model") != run.facts["model"] and there.get("location") != run.facts.get("location"):
+        differ.insert(0, "model")
+    if differ:
+        told = "; ".join(
+            f"{name.replace('_', ' ')} {there.get(name)} there, {run.facts.get(name)} here" for name in differ
+        )
+        return f"it is of another model ({told})"
+    read = weights.read("tokens")
+    read = read[read["part"] == "input"]
+    failed = run.comparison.problems
+    unmeasured = set(failed[failed["method"] == ""]["prompt"])
+    mine = {str(label): tuple(rows["token_id"]) for label, rows in run.tokens.sort_values("pos").groupby("prompt")}
+    for label, rows in read.sort_values("pos").groupby("prompt", sort=False):
+        if str(label) not in unmeasured and mine.get(str(label)) != tuple(rows["token_id"]):
+            known = "reads other tokens" if str(label) in mine else "is not in the comparison"
+            return f"it is of other prompts (its prompt {visible(str(label), mark_spaces=False)!r} {known})"
+    return ""
 
 
 def file_rows(place: Path) -> list[Row]:
-    """What lies beside the page: one entry a table or figure, with a link for each format; results as one entry."""
+    """What lies beside the page: one entry a table or figure, with a link for each format; results as one entry.
+
+    Only what belongs to a run: whatever else somebody keeps in the folder is nobody's business.
+    """
     meanings = {f"tables/{name}": schema.meaning for name, schema in COMPARED_TABLES.items()}
     meanings["tables/columns"] = "every column of every table: unit and meaning"
     meanings["run"] = "model, plan and prompts of this run"
-    entries: dict[str, Row] = {}
-    results = 0
-    for path in sorted(place.rglob("*")):
-        inside = path.relative_to(place)
-        hidden = inside.name.startswith(".") or is_leftover(inside)
-        if not path.is_file() or hidden or inside.name == PAGE or inside.parts[0] == WEIGHTS_FOLDER:
-            continue
-        if inside.parts[0] == RESULTS:
-            results += path.stat().st_size
-            continue
-        stem, _, kind = inside.as_posix().partition(".")
-        what = meanings.get(stem, "figure of this page" if stem.startswith("figures/") else "")
-        row = entries.setdefault(stem, {"name": stem, "what": what, "files": [], "bytes": 0})
-        row["files"].append({"path": inside.as_posix(), "kind": kind})
-        row["bytes"] += path.stat().st_size
+
+    def meaning(stem: str) -> str:
+        return meanings.get(stem, "figure of this page" if stem.startswith("figures/") else "")
+
+    def inside(name: str) -> list[Path]:
+        found = (path for path in (place / name).glob("*") if path.is_file() and not path.name.startswith("."))
+        return sorted(path.relative_to(place) for path in found)
+
+    marker = [Path(MARKER)] if (place / MARKER).is_file() else []
+    entries: list[Row] = file_entries(place, [*inside("figures"), *marker, *inside("tables")], meaning)
+    results = sum((place / path).stat().st_size for path in inside(RESULTS))
     if results:
         what = "one result a prompt: the run goes on from these, and everything else is made from them"
-        entries[RESULTS] = {"name": f"{RESULTS}/", "what": what, "files": [], "bytes": results}
-    return list(entries.values())
+        entries.append({"name": f"{RESULTS}/", "what": what, "files": [], "bytes": results})
+    return entries

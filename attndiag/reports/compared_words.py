@@ -21,6 +21,8 @@ from attndiag.reports.compared_tables import (
 )
 from attndiag.reports.html import percent
 from attndiag.reports.token_text import shortened, visible
+from attndiag.stats.inference import LEAST_CLUSTERS
+from attndiag.stats.verdicts import ABSENT, HIGH, LOW, PRESENT
 
 if TYPE_CHECKING:
     from attndiag.comparison.edges import EdgeVerdicts
@@ -64,17 +66,25 @@ def headline(comparison: Comparison, edges: EdgeVerdicts | None) -> str:
     name = in_words(method)
     if row is None:
         return f"There is no evidence about {name}: no replacement was asked for, so only agreement is described."
-    matters = int(row.get("hits", 0) or 0) + int(row["weights_without_effect"]) + int(row["effects_without_weight"])
+    matters = _counted(row)
     if row["verdict"] == "undefined" or not math.isfinite(row["hit_rate"]):
         reasons = "; ".join(f"{text} ({count})" for text, count in blocked_by(comparison, edges)[:_NAMED])
         return f"No verdict on {name}: {reasons or f'no {level} is both decided and marked or needed'}."
-    rate = f"{percent(row['hit_rate'], 0)} of the {level}s that they mark or should mark are right ({_interval(row)})"
+    items = f"{matters:,} decided {level}{_s(matters)}"
+    rate = (
+        f"{percent(row['hit_rate'], 0)} of the {items} that they mark or should mark {'is' if matters == 1 else 'are'} "
+        f"right ({_interval(row, _clusters_behind(comparison, edges, method, level))})"
+    )
     if row["verdict"] == "disagree":
         return f"{_capital(name)} mislead: only {rate}."
     if row["verdict"] == "agree":
         return f"{_capital(name)} tell which {level}s the model needs: {rate}."
-    few = f", over {matters} decided {level}s" if matters else ""
-    return f"Whether {name} mislead is not decided: {rate}{few}."
+    return f"Whether {name} mislead is not decided: {rate}."
+
+
+def _counted(row: Row) -> int:
+    """Decided items that count for or against a method."""
+    return int(row["hits"]) + int(row["weights_without_effect"]) + int(row["effects_without_weight"])
 
 
 def _verdict_row(comparison: Comparison, edges: EdgeVerdicts | None, method: str) -> tuple[Row | None, str]:
@@ -85,11 +95,22 @@ def _verdict_row(comparison: Comparison, edges: EdgeVerdicts | None, method: str
     return None, "token"
 
 
-def _interval(row: Row) -> str:
+def _clusters_behind(comparison: Comparison, edges: EdgeVerdicts | None, method: str, level: str) -> int:
+    """In how many clusters of prompts an item counts for or against the method."""
+    if level == "edge" and edges is not None:
+        return edges.whole[method].hit_rate.n_clusters
+    found = comparison.judged[method]
+    counts = found.where(HIGH, PRESENT) | found.where(HIGH, ABSENT) | found.where(LOW, PRESENT)
+    behind = zip(comparison.prompts["cluster"], counts.any(axis=1), strict=True)
+    return len({cluster for cluster, counted in behind if counted})
+
+
+def _interval(row: Row, clusters: int) -> str:
     low, high = row["hit_rate_low"], row["hit_rate_high"]
     if not (math.isfinite(low) and math.isfinite(high)):
         return "no interval: too few clusters of prompts"
-    return f"95 % interval {percent(low, 0)} to {percent(high, 0)}, over clusters of prompts"
+    over = f"over {'only ' if clusters < LEAST_CLUSTERS else ''}{clusters} clusters of prompts"
+    return f"95\u00a0% interval {percent(low, 0)} to {percent(high, 0)}, {over}"
 
 
 def where_sentences(comparison: Comparison, edges: EdgeVerdicts | None) -> list[str]:
@@ -160,9 +181,11 @@ def _token_sentence(comparison: Comparison, method: str) -> str:
     row = next((row for row in method_rows(comparison) if row["method"] == method), None)
     if row is None or not math.isfinite(row["hit_rate"]):
         return ""
+    matters = _counted(row)
     return (
-        f"Tokens: averaged over layers and heads, {percent(row['hit_rate'], 0)} of what they mark or should mark is "
-        f"right ({_interval(row)})."
+        f"Tokens: averaged over layers and heads, {percent(row['hit_rate'], 0)} of the {matters:,} decided "
+        f"token{_s(matters)} that they mark or should mark {'is' if matters == 1 else 'are'} right "
+        f"({_interval(row, _clusters_behind(comparison, None, method, 'token'))})."
     )
 
 
@@ -182,8 +205,8 @@ def cluster_sentence(comparison: Comparison) -> str:
         return ""
     prompts, clusters = len(comparison.prompts), len(set(comparison.prompts["cluster"]))
     text = f"{prompts} prompt{_s(prompts)} in {clusters} cluster{_s(clusters)}."
-    if clusters < 12:
-        text += " Fewer than 12 clusters: intervals are wide and no p-value can be small."
+    if clusters < LEAST_CLUSTERS:
+        text += f" Fewer than {LEAST_CLUSTERS} clusters: intervals are wide and no p-value can be small."
     return text
 
 

@@ -16,6 +16,7 @@ from attndiag.errors import RunFolderError
 from attndiag.prompts import Prompt
 from attndiag.reports.figures import DRAWINGS, save_figures
 from attndiag.reports.html import BUDGET, asset, file_size, inline_svg, notebook_frame, part, render
+from attndiag.reports.places import file_entries, without_home
 from attndiag.reports.tables import Summary, summarise
 from attndiag.reports.token_text import shortened, visible
 from attndiag.reports.wording import headline, norm_sentence, second_sentence, task_sentence
@@ -319,7 +320,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     measured = len(summary.measured)
     facts = {
         "model": f"{run['model']} ({run['architecture']}, {run['parameters']:,} parameters)",
-        "from": f"{run['source']}: {_without_home(run['location'])}" if run["location"] else run["source"],
+        "from": f"{run['source']}: {without_home(run['location'])}" if run["location"] else run["source"],
         "revision": run["revision"],
         "dtype, device": f"{run['dtype']} on {run['device']}",
         "attention function": run["kernel"],
@@ -339,12 +340,6 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in facts.items() if value is not None]
 
 
-def _without_home(path: str) -> str:
-    """A path as it may be shown to others."""
-    home = str(Path.home())
-    return "~" + path[len(home) :] if path.startswith(home) and home != "/" else path
-
-
 def _files(folder: RunFolder) -> list[dict[str, Any]]:
     """What lies beside the page: one entry a table or figure, with a link for each format."""
     what = {f"tables/{name}": schema.meaning for name, schema in TABLES.items()}
@@ -353,13 +348,10 @@ def _files(folder: RunFolder) -> list[dict[str, Any]]:
         "tables/measures": "every measure of the table `heads`: unit, direction and meaning",
     }
     what |= {f"figures/{drawing.name}": drawing.title for drawing in DRAWINGS}
-    entries: dict[str, dict[str, Any]] = {}
-    for path in folder.files():
-        if path.name == PAGE or path.parts[0] == "shards":
-            continue
-        stem, _, kind = path.as_posix().partition(".")
-        meaning = what.get(stem, f"means by {path.stem.removesuffix('s')}" if "/" in stem else "what this folder is")
-        entry = entries.setdefault(stem, {"name": stem, "what": meaning, "files": [], "bytes": 0})
-        entry["files"].append({"path": path.as_posix(), "kind": kind})
-        entry["bytes"] += (folder.path / path).stat().st_size
-    return list(entries.values())
+
+    def meaning(stem: str) -> str:
+        other = f"means by {stem.rpartition('/')[2].removesuffix('s')}" if "/" in stem else "what this folder is"
+        return what.get(stem, other)
+
+    listed = (path for path in folder.files() if path.name != PAGE and path.parts[0] != "shards")
+    return file_entries(folder.path, listed, meaning)

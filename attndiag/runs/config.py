@@ -105,6 +105,8 @@ def read_config(path: str | Path | None, flags: Mapping[str, Any] | None = None)
         for name in ("prompts", "output"):
             if isinstance(told.get(name), str):
                 told[name] = Path(path).parent / Path(told[name]).expanduser()
+        if isinstance(told.get("own"), str):
+            told["own"] = [told["own"]]
         if isinstance(told.get("own"), list):
             told["own"] = [str(Path(path).parent / Path(str(one)).expanduser()) for one in told["own"]]
     try:

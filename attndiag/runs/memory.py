@@ -35,6 +35,7 @@ class MemoryEstimate:
     measures : what is held while one attention call is measured.
     available : free on the device; None where it cannot be told.
     n_tokens : length of the longest prompt, which the estimate is for.
+    streamed : the measures form no maps, whether that was asked for or they would not have fitted.
     """
 
     weights: int
@@ -42,6 +43,7 @@ class MemoryEstimate:
     measures: int
     available: int | None
     n_tokens: int
+    streamed: bool = False
 
     @property
     def needed(self) -> int:
@@ -55,8 +57,9 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         free = "" if self.available is None else f" of {_gigabytes(self.available)} free"
+        way = ", streamed" if self.streamed else ""
         return (
-            f"about {_gigabytes(self.needed)}{free} for prompts of up to {self.n_tokens} tokens, "
+            f"about {_gigabytes(self.needed)}{free} for prompts of up to {self.n_tokens} tokens{way}, "
             f"beside {_gigabytes(self.weights)} of weights"
         )
 
@@ -97,8 +100,8 @@ def estimate_memory(lm: LoadedModel, n_tokens: int, *, backend: str = "auto", ro
     streamed = n_tokens * heads * (4 * heads + 4 * width // heads + rows * (4 + 8 * 5) + 4 * _STREAM_BLOCKS)
     available = available_bytes(torch.device(lm.device))
     fits = available is None or forward + maps <= USABLE * available
-    measures = streamed if backend == "streaming" or (backend == "auto" and not fits) else maps
-    return MemoryEstimate(weights, forward, measures, available, n_tokens)
+    streams = backend == "streaming" or (backend == "auto" and not fits)
+    return MemoryEstimate(weights, forward, streamed if streams else maps, available, n_tokens, streams)
 
 
 def _text_config(config: Any) -> Any:

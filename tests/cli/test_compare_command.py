@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -11,6 +14,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from attndiag.cli import app
+from attndiag.commands.view import _target
+from attndiag.errors import NotApplicableError
+from attndiag.prompts import Prompt, Target
 
 TEXT = "When Mary and John went"
 FAST = ("--methods", "weight,rollout", "--replacements", "uniform:draws=2", "--metrics", "none")
@@ -59,6 +65,91 @@ def test_the_page_of_a_run_goes_elsewhere_too(kept: Path, tmp_path: Path) -> Non
     assert "report.html" in run("report", kept, "-q").stdout
 
 
+def test_the_page_of_a_run_never_lies_among_other_things(kept: Path, tmp_path: Path) -> None:
+    private = tmp_path / "documents"
+    private.mkdir()
+    (private / "diary.txt").write_text("dear diary")
+    other = tmp_path / "other"
+    shutil.copytree(kept, other)
+    marker = json.loads((other / "run.json").read_text())
+    (other / "run.json").write_text(json.dumps({**marker, "run": "0" * 16}))
+    before = (other / "report.html").read_bytes()
+    for folder, said in (
+        (private, "holds other things"),
+        (other, "holds another run"),
+        (private / "diary.txt", "file"),
+    ):
+        done = run("compare", kept, "-o", folder, "-q")
+        assert done.exit_code == 2 and said in done.stderr, done.output
+    assert [path.name for path in private.iterdir()] == ["diary.txt"]
+    assert (other / "report.html").read_bytes() == before
+    # a copy of this very run is its own folder too; what somebody keeps there is not listed
+    same = tmp_path / "same"
+    shutil.copytree(kept, same)
+    (same / "secret-plans.txt").write_text("x")
+    (same / "private").mkdir()
+    (same / "private" / "letter.txt").write_text("x")
+    assert run("compare", kept, "-o", same, "-q").exit_code == 0
+    page = (same / "report.html").read_text()
+    assert "secret-plans" not in page and "letter.txt" not in page and 'href="tables/methods.csv"' in page
+
+
+def test_a_prompt_of_a_run_is_viewed_with_its_own_target(tiny_folder: Path, tmp_path: Path) -> None:
+    import attndiag
+    from attndiag.runs.comparing import run as measured
+
+    lm = attndiag.load(tiny_folder, device="cpu")
+    plan = {"methods": ["weight"], "replacements": [], "metrics": [], "heads": False, "edges": None}
+    targets = {
+        "prob": Target.prob(" store"),
+        "logit": Target.logit(),
+        "difference": Target.logit_diff(" store", " gave"),
+    }
+    prompts = [Prompt(TEXT, id=name) for name in targets]
+    done = measured(lm, prompts, **plan, target=list(targets.values()), output=tmp_path / "run")
+    assert done.facts["n_failed"] == 0, done.comparison.problems
+    rows = done.comparison.prompts.set_index("prompt")
+    for name in targets:
+        said = run("view", tmp_path / "run", "--id", name, "-o", tmp_path / f"{name}.html", "-q")
+        assert said.exit_code == 0 and not said.stderr, said.output
+        page = (tmp_path / f"{name}.html").read_text()
+        kind = targets[name].kind.replace("_", " ")
+        found = re.search(r"m = (\S+) " + rows.unit[name], html.unescape(page))
+        assert found is not None and kind in page
+        assert float(found[1]) == pytest.approx(rows.m[name], rel=1e-3)
+
+
+def test_targets_are_rebuilt_from_their_rows_or_refused() -> None:
+    def row(kind: str, answer: str = "", foil: str = "") -> dict[str, str]:
+        return {"prompt": "p", "target_kind": kind, "target": answer, "foil": foil}
+
+    assert _target(row("logprob")) == Target.logprob()
+    assert _target(row("masked_token_logit", " a", " b")) == Target.masked_token_logit(" a", " b")
+    assert _target(row("class_logit", "2", "0")) == Target.class_logit(2, 0)
+    assert _target(row("class_logit", "POSITIVE")) == Target.class_logit("POSITIVE")
+    for kind, why in (("cosine", "pools"), ("continuation_logprob", "several positions"), ("new", "not know")):
+        with pytest.raises(NotApplicableError, match=why):
+            _target(row(kind, "x"))
+
+
+def test_a_chat_prompt_of_a_run_is_viewed_as_the_model_read_it(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "chatty"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|end|>{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<|end|>assistant:{% endif %}"
+    )
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(json.dumps({"id": "one", "prompt": TEXT}))
+    words = ("--prompts", prompts, "-m", folder, "--device", "cpu", "--no-heads", "--edges", "none", "-q")
+    made = run("run", *words, "--chat-template", *FAST, "-o", tmp_path / "run")
+    assert made.exit_code == 0, made.output
+    viewed = run("view", tmp_path / "run", "-o", tmp_path / "v.html", "--json", "-q")
+    assert viewed.exit_code == 0, viewed.output
+    facts = json.loads(viewed.stdout)
+    assert facts["title"].count("assistant:") == 1 and facts["methods"][:2] == ["weight", "rollout"]
+
+
 def test_a_prompt_of_a_run_is_viewed_with_its_methods(kept: Path, tmp_path: Path) -> None:
     done = run("view", kept, "--id", "two", "-o", tmp_path / "v.html", "--json", "-q")
     assert done.exit_code == 0, done.output
@@ -89,8 +180,23 @@ def test_misuse_is_said_before_any_model_is_loaded(words: list[str], said: str) 
 
 
 def test_options_about_making_a_run_do_not_go_with_one_that_is_there(kept: Path, tmp_path: Path) -> None:
-    done = run("compare", kept, "--methods", "weight")
-    assert done.exit_code == 2 and "is a run that is there" in " ".join(done.output.replace("\u2502", " ").split())
+    for words in (
+        ("--methods", "weight"),
+        ("--edges", "auto"),
+        ("-m", "default"),
+        ("--seed", "0"),
+        ("--device", "cpu"),
+        ("--dtype", "auto"),
+        ("--revision", "main"),
+        ("--skip-bad",),
+        ("--overwrite",),
+        ("--id", "one"),
+    ):
+        done = run("compare", kept, *words)
+        said = " ".join(done.output.replace("\u2502", " ").split())
+        assert done.exit_code == 2 and "is a run that is there" in said, words
+        assert "--model" in said if words[0] == "-m" else words[0] in said, words
+    assert run("compare", kept, "--csv", "--table", "prompts", "-q").exit_code == 0
     done = run("compare", tmp_path)
     assert done.exit_code == 2 and "holds no run" in done.output
 

@@ -115,6 +115,29 @@ def test_parameters_that_do_not_exist_or_do_not_fit_are_misuse(folder: Path) -> 
     assert "the shortest prompt has 6 tokens" in " ".join(wide.stderr.split())
 
 
+def test_a_parameter_that_does_not_fit_a_later_prompt_throws_nothing_away(folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"id": "long", "prompt": TEXT, "target": "w10"}, {"id": "short", "prompt": "w5 w9 w7", "target": "w10"}]
+    prompts.write_text("\n".join(map(json.dumps, rows)))
+    words = ["--prompts", str(prompts), "--method", "occlusion", "--set", "window=5", "--json"]
+    done = explain(folder, *words)
+    assert done.exit_code == 1, done.output
+    assert [each["prompt"] for each in json.loads(done.stdout)] == ["long"]
+    assert "short: " in done.stderr and "the shortest prompt has 3 tokens" in done.stderr
+    # on the first prompt it is misuse
+    first = explain(folder, "--prompts", str(prompts), "--method", "occlusion", "--set", "window=99")
+    assert first.exit_code == 2 and not first.stdout
+
+
+def test_skipped_entries_are_told_and_counted(folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"id": "good", "prompt": TEXT}) + "\nnot json\n")
+    words = ["explain", "--prompts", str(prompts), "--method", "weight", "-m", str(folder), "--device", "cpu"]
+    assert run(*words).exit_code == 2
+    done = run(*words, "--skip-bad")
+    assert done.exit_code == 1 and "skipped" in done.stderr and "prompts.jsonl:2:" in done.stderr
+
+
 def test_two_prompts_are_patched_from_a_file_with_pairs(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     row = {"id": "one", "prompt": "w5 w9 w30 w7", "target": "w10", "foil": "w20", "pair": "w5 w8 w30 w7"}

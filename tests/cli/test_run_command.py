@@ -55,7 +55,7 @@ def test_a_run_says_what_it_found_and_goes_on_with_more(tiny_folder: Path, promp
 def test_scores_made_elsewhere_join(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.csv"
     own.write_text("prompt,method,char_start,char_end,score\np0,mine,0,4,2.0\np0,mine,5,9,1.0\n")
-    words = ["--prompts", prompts, "-m", tiny_folder, "-o", tmp_path / "out", *QUICK, "--no-edges", "--quiet"]
+    words = ["--prompts", prompts, "-m", tiny_folder, "-o", tmp_path / "out", *QUICK, "--edges", "none", "--quiet"]
     assert run(*words, "--limit", 1, "--own", f"{own}:mine", "--primary", "mine,weight").exit_code == 0
     found = read_compared_run(tmp_path / "out")
     assert "mine" in found.comparison.judged
@@ -80,12 +80,12 @@ def test_heads_are_probed_once(tiny_folder: Path, prompts: Path, tmp_path: Path)
 
 def test_another_plan_is_refused_and_replaced_on_demand(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
     words = ["--prompts", prompts, "-m", tiny_folder, "-o", tmp_path / "out", "--limit", 1, "--quiet", *QUICK]
-    assert run(*words, "--no-edges").exit_code == 0
-    refused = run(*words, "--no-edges", "--seed", 2)
+    assert run(*words, "--edges", "none").exit_code == 0
+    refused = run(*words, "--edges", "none", "--seed", 2)
     assert refused.exit_code == 2
     assert "another plan: replacements" in refused.stderr and "seed: 0 there, 2 now" in refused.stderr
     assert "--overwrite" in refused.stderr
-    assert run(*words, "--no-edges", "--seed", 2, "--overwrite").exit_code == 0
+    assert run(*words, "--edges", "none", "--seed", 2, "--overwrite").exit_code == 0
     assert read_compared_run(tmp_path / "out").facts["seed"] == 2
 
 
@@ -105,12 +105,32 @@ def test_a_file_configures_a_run_and_flags_win(tiny_folder: Path, prompts: Path,
     assert wrong.exit_code == 2 and "run.yaml:1: modle is no key of a run; did you mean 'model'?" in wrong.stderr
 
 
+def test_run_and_compare_take_the_same_edges() -> None:
+    for command in ("run", "compare"):
+        shown = CliRunner().invoke(app, [command, "--help"]).stdout
+        assert "--edges" in shown and "auto|all|screen|none" in "".join(shown.replace("\u2502", " ").split())
+        assert "--no-edges" not in shown and "--edge-extent" not in shown
+        for words in (["--edges", "al"], ["--no-edges"], ["--edge-extent", "all"]):
+            refused = CliRunner().invoke(app, [command, *words, "-m", "no-such-model"])
+            assert refused.exit_code == 2 and words[0] in refused.stderr
+
+
+def test_an_unknown_method_keeps_its_type() -> None:
+    from attndiag.catalog import UnknownMethodError
+    from attndiag.commands.run import _plan
+    from attndiag.runs.config import ConfigError, RunConfig
+
+    with pytest.raises(UnknownMethodError, match="did you mean 'weight'"):
+        _plan(RunConfig(methods=("wieght",)), ())
+    with pytest.raises(ConfigError, match="metrics names"):
+        _plan(RunConfig(metrics=("nothing",)), ())
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         (["--methods", "wieght"], "did you mean 'weight'"),
         (["--replacement", "nope"], "unknown replacement 'nope'"),
-        (["--edge-extent", "few"], "--edges is 'few'"),
         (["--primary", "weight"], "--primary"),
         (["--metrics", "nothing"], "nothing"),
         (["--prompts", "no-such.jsonl"], "no-such.jsonl"),
@@ -127,7 +147,7 @@ def test_failed_prompts_and_blocked_verdicts_end_with_1(
 ) -> None:
     with prompts.open("a") as file:
         file.write(json.dumps({"id": "bad", "prompt": "Mary", "target": " a", "foil": " a "}) + "\n")
-    words = ["--prompts", prompts, "-m", tiny_folder, *QUICK, "--no-edges"]
+    words = ["--prompts", prompts, "-m", tiny_folder, *QUICK, "--edges", "none"]
     result = run(*words, "-o", tmp_path / "out")
     assert result.exit_code == 1, result.output
     assert "prompt bad: TargetError" in result.stderr
@@ -159,7 +179,7 @@ def test_an_interrupt_says_what_is_kept(
         seen.append(1)
         return plain(*given, **more)  # type: ignore[arg-type]
 
-    words = ["--prompts", prompts, "-m", tiny_folder, "-o", tmp_path / "out", *QUICK, "--no-edges"]
+    words = ["--prompts", prompts, "-m", tiny_folder, "-o", tmp_path / "out", *QUICK, "--edges", "none"]
     with monkeypatch.context() as patched:
         patched.setattr(comparing, "measure_prompt", stops)
         result = run(*words)
@@ -178,3 +198,15 @@ def test_texts_may_go_through_a_chat_template(prompts: Path, tmp_path: Path) -> 
     assert plain.text == TEXTS[0] and chat.text is None
     assert chat.messages == ({"role": "user", "content": TEXTS[0]},)
     assert (chat.id, chat.cluster) == (plain.id, plain.cluster)
+    from attndiag.commands.run import _as_chat
+    from attndiag.errors import PromptError
+    from attndiag.prompts import Prompt
+
+    whole = Prompt(
+        "Hi", id="x", target=" a", foil=" b", decoder_text="d", cluster="c", meta={"k": 1}, continuation=" e"
+    )
+    turned = _as_chat(whole)
+    assert vars(turned) == {**vars(whole), "text": None, "messages": ({"role": "user", "content": "Hi"},)}
+    assert _as_chat(turned) is turned
+    with pytest.raises(PromptError, match=r"prompt 'x' has pair and spans, which are about its plain text"):
+        _as_chat(Prompt("Hi", id="x", pair="Ho", spans={"all": (0, 2)}))

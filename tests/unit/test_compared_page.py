@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -202,6 +203,22 @@ def test_the_headline_names_verdict_and_interval(kept: ComparedRun) -> None:
     assert said("agree").startswith("Attention weights tell which edges the model needs:")
     assert said("inconclusive").startswith("Whether attention weights mislead is not decided:")
     assert said("undefined").startswith("No verdict on attention weights:")
+    counted = whole.hits + whole.weights_without_effect + whole.effects_without_weight
+    assert f" of the {counted:,} decided edges that they mark or should mark are right (" in said("disagree")
+    clusters = whole.hit_rate.n_clusters
+    assert 2 <= clusters < 12 and f"over only {clusters} clusters of prompts)" in said("agree")
+
+
+def test_the_sentence_on_tokens_counts_tokens_and_clusters(kept: ComparedRun) -> None:
+    row = next(row for row in tables.method_rows(kept.comparison) if row["method"] == "weight")
+    frame = kept.comparison.verdicts.query("method == 'weight' and verdict in ('agree', 'disagree', 'inconclusive')")
+    high, present = frame.claim == "high", frame.state == "present"
+    counted = frame[(high & frame.state.isin(["present", "absent"])) | ((frame.claim == "low") & present)]
+    assert row["hits"] + row["weights_without_effect"] + row["effects_without_weight"] == len(counted)
+    behind = kept.comparison.prompts.set_index("prompt").cluster[counted.prompt].nunique()
+    assert words._clusters_behind(kept.comparison, None, "weight", "token") == behind
+    sentence = words.headline(kept.comparison, None)
+    assert len(counted) == 0 or f"{len(counted):,} decided token" in sentence
 
 
 def test_a_failed_self_check_is_loud_and_blocks(kept: ComparedRun) -> None:
@@ -300,6 +317,20 @@ def test_a_weights_run_in_the_folder_stands_below(
     ids = re.findall(r'\bid="([^"]+)"', source)
     assert len(ids) == len(set(ids))
     assert 'href="weights/tables/runs.parquet"' in source
+    # of another model, or of other prompts: left out, and said
+    marker = kept.folder / "weights" / "run.json"
+    facts = json.loads(marker.read_text())
+    other = {**facts, "runs": {**facts["runs"], "tokenizer_hash": "another"}}
+    marker.write_text(json.dumps(other))
+    left_out = render_comparison(kept.folder).to_html()
+    assert "it is of another model (tokenizer hash another there" in text_of(left_out)
+    assert "Weights against contributions, every query" not in left_out
+    marker.write_text(json.dumps(facts))
+    report(kept.folder / "weights", lm=lm, prompts=[replace(PROMPTS[0], text="Mary gave")], overwrite=True)
+    left_out = render_comparison(kept.folder).to_html()
+    assert "left out: it is of other prompts (its prompt 'ioi' reads other tokens)" in text_of(left_out)
+    report(kept.folder / "weights", lm=lm, prompts=[Prompt("Mary gave")], overwrite=True)
+    assert "(its prompt 'prompt-1' is not in the comparison)" in text_of(render_comparison(kept.folder).to_html())
 
 
 def test_card_rows_join_layers_that_are_alike(kept: ComparedRun) -> None:

@@ -69,3 +69,10 @@ def test_files_that_cannot_be_read_and_flags_that_are_wrong(tmp_path: Path) -> N
         read_config(tmp_path / "bytes.yaml")
     with pytest.raises(ConfigError, match="--edges is 'few'"):
         read_config(written(tmp_path, "seed: 1\n"), {"edges": "few"})
+
+
+def test_own_scores_are_one_file_or_several(tmp_path: Path) -> None:
+    one = read_config(written(tmp_path, "own: one.csv\n"))
+    assert one.own == (str(tmp_path / "one.csv"),)
+    both = read_config(written(tmp_path, "own: [one.csv, 'two.csv:mine']\n"))
+    assert both.own == (str(tmp_path / "one.csv"), str(tmp_path / "two.csv:mine"))
