@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from attndiag.hooks.recorder import Refusal
+from attndiag.hooks.captured import Refusal
 from attndiag.models.encoding import Encoded
 from attndiag.runs.call_record import CallMeasures
 from attndiag.runs.measures import MEASURES

@@ -18,8 +18,8 @@ import torch
 
 from attndiag.errors import InsufficientMemoryError, PromptError, TargetError, UnverifiedCaptureError
 from attndiag.hooks.capture_context import capture
+from attndiag.hooks.captured import Refusal
 from attndiag.hooks.record import AttentionCall
-from attndiag.hooks.recorder import Refusal
 from attndiag.models.access import accepts
 from attndiag.models.encoding import Encoded
 from attndiag.models.load import LoadedModel
