@@ -27,7 +27,7 @@ def env(json: options.Json = False) -> None:
 
     from attndiag.core.dispatch import available_bytes
     from attndiag.models.fetch import cache_dir
-    from attndiag.runs.weights_run import package_versions
+    from attndiag.runs.keys import package_versions
 
     devices = ["cpu"]
     devices += [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]

@@ -40,7 +40,7 @@ from attndiag.reports.head_words import (
 from attndiag.reports.html import BUDGET, asset, file_size, inline_svg, notebook_frame, render
 from attndiag.reports.phase_change import PhaseChange, draw_phase_change, lag_sentence
 from attndiag.runs.folder import explained, write_atomically
-from attndiag.runs.weights_run import package_versions
+from attndiag.runs.keys import package_versions
 
 if TYPE_CHECKING:
     import pandas as pd
