@@ -35,12 +35,14 @@ class LinearisedNorm:
     scale : s_i > 0, [batch, query_pos].
     centre : True for LayerNorm, False for RMSNorm.
     bias : [d_model] or None; not part of L_i, since it belongs to no token.
+    error : largest difference from what the layer returned, relative to the largest output; 0 where none was compared.
     """
 
     gain: Tensor
     scale: PerQuery
     centre: bool
     bias: Tensor | None = None
+    error: float = 0.0
 
     def __post_init__(self) -> None:
         check_rank("gain", self.gain, "d_model")
@@ -119,13 +121,14 @@ class FoldedOutput:
 
     w_o : [head, d_value, d_model]. row_scale : [batch, query_pos] or None (1). residual : [batch, query_pos, d_model]
     or None (not counted), final: row_scale does not apply to it. bias : broadcastable to [batch, query_pos, d_model],
-    or None; final too.
+    or None; final too. norm_error : the larger `LinearisedNorm.error` of the norms folded in; None without any.
     """
 
     w_o: OutputWeights
     row_scale: PerQuery | None
     residual: Residual | None
     bias: Tensor | None
+    norm_error: float | None = None
 
 
 def fold_output(
@@ -178,7 +181,8 @@ def fold_output(
         row_scale = 1 / norm.scale if row_scale is None else row_scale / norm.scale
         residual = None if residual is None else norm.linear(residual)
         bias = _sum(None if bias is None else norm.linear(bias), norm.bias)
-    return FoldedOutput(w_o=w_o, row_scale=row_scale, residual=residual, bias=bias)
+    error = max((one.error for one in (sandwich, norm) if one is not None), default=None)
+    return FoldedOutput(w_o=w_o, row_scale=row_scale, residual=residual, bias=bias, norm_error=error)
 
 
 def select_query(tensor: Tensor, query: int | Tensor) -> Tensor:

@@ -46,17 +46,18 @@ def by_kernel(
     """Scores and checks from q and k, no pattern formed. Completeness follows from the certificate: A v = z, z W_O."""
     w_o, b_o = call.w_o.to(work), call.b_o.to(work)
     options: dict[str, Any] = {}
+    norm_error: float | None = None
     wanted = [kind]
     directions = None
     if kind in WITH_RESIDUAL:
         folded = folded_output(call, w_o, b_o, norm=norm if kind == "contribution_norm" else None)
-        w_o = folded.w_o
+        w_o, norm_error = folded.w_o, folded.norm_error
         options = {"row_scale": folded.row_scale, "residual": folded.residual}
     elif kind == "contribution":
         wanted.append("cancellation")
     elif kind == "target_attribution":
         folded = _folded_branch(call, w_o, b_o)
-        w_o, options["row_scale"] = folded.w_o, folded.row_scale
+        w_o, options["row_scale"], norm_error = folded.w_o, folded.row_scale, folded.norm_error
         directions, options["target_query"] = _direction(direction, query, work), query
         if directions.ndim == 2:
             directions = directions[:, None].expand(-1, call.n_queries, -1)
@@ -82,6 +83,8 @@ def by_kernel(
         **options,
     )
     checks: dict[str, Any] = {"formulation": result.formulation, "refined_pairs": result.refined_pairs}
+    if norm_error is not None:
+        checks["norm_error"] = norm_error
     if result.cancellation is not None:
         seen = result.cancellation[~result.cancellation.isnan()]
         checks["smallest_cancellation"] = float(seen.min()) if seen.numel() else 1.0
@@ -132,6 +135,8 @@ def by_parts(
         return values, checks | {"bias_part": bias_part}
     if kind == "target_attribution":
         u, folded = _direction(direction, query, work), _folded_branch(call, w_o, b_o)
+        if folded.norm_error is not None:
+            checks["norm_error"] = folded.norm_error
         return maths.target_attribution(
             pattern, v, folded.w_o, u, cast(int, query), row_scale=folded.row_scale, gate=gate
         ), checks
@@ -139,6 +144,8 @@ def by_parts(
     # the vector whose parts are measured: after the norm in post-norm blocks, the stream itself in the others
     after_norm = kind == "contribution_norm" or (kind != "contribution_residual" and call.site.place == "post")
     folded = folded_output(call, w_o, b_o, norm=norm if after_norm else None)
+    if folded.norm_error is not None:
+        checks["norm_error"] = folded.norm_error
     common: dict[str, Any] = {
         "residual": folded.residual,
         "row_scale": folded.row_scale,

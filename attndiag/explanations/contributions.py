@@ -17,7 +17,7 @@ from torch import Tensor
 from attndiag.core.attention import forbidden_entries
 from attndiag.errors import NotApplicableError
 from attndiag.explanations.contribution_backends import WITH_RESIDUAL, Kind, Norm, by_kernel, by_parts
-from attndiag.hooks.certify import TOLERANCE, Certificate
+from attndiag.hooks.certify import TOLERANCE, Certificate, norm_failures
 from attndiag.hooks.record import AttentionCall
 from attndiag.scores import Scores, Sign
 
@@ -96,8 +96,9 @@ def contributions(
     -------
     Scores with axes [batch, head, query_pos, key_pos] (weight, value_norm, head_contribution),
     [batch, head, key_pos] (target_attribution), [batch, query_pos] (mixing_ratio) or [batch, query_pos, key_pos].
-    Rows of padded queries are nan. `checks` holds the certificate's errors, the largest completeness error over rows
-    and, for `contribution`, the smallest cancellation ratio; what is above tolerance is in `failures`.
+    Rows of padded queries are nan. `checks` holds the certificate's errors, the largest completeness error over rows,
+    `norm_error` of a norm that was linearised, and, for `contribution`, the smallest cancellation ratio; what is above
+    tolerance is in `failures`.
 
     Raises
     ------
@@ -139,6 +140,7 @@ def contributions(
     completeness = checks.get("completeness_error")
     if completeness is not None and not completeness <= tolerance:
         failures.append(f"the parts miss the module's output by {completeness:.1e}, above {tolerance:.1e}")
+    failures += norm_failures(checks.get("norm_error"), call.z.dtype)
     params: dict[str, str] = {"norm": norm} if form.norm else {}
     if kind == "target_attribution" and call.site.place == "post":
         params = {"direction": "before the norm"}

@@ -25,7 +25,7 @@ from attndiag.explanations.interventions import provenance
 from attndiag.explanations.resolve import prompt_label, resolve_target
 from attndiag.explanations.resolved import ResolvedTarget
 from attndiag.hooks.capture_context import capture
-from attndiag.hooks.certify import TOLERANCE
+from attndiag.hooks.certify import TOLERANCE, norm_failures
 from attndiag.hooks.record import AttentionCall
 from attndiag.hooks.residual import SeenNorm, linearise_norm
 from attndiag.hooks.sites import sites_of
@@ -49,7 +49,8 @@ def target_attributions(
     -------
     Scores [layer, head, query_pos, key_pos], signed, unit of the target; nan for queries at which the target is not
     read. `checks["completeness_error"]`: largest |sum_hj <T_tj^h, u> + bias part - <what the branch added, u>| over
-    layers, relative to the largest |<what the branch added, u>|.
+    layers, relative to the largest |<what the branch added, u>|; `checks["norm_error"]`: largest error of the final
+    norm and of the norms on the branches, linearised.
 
     Raises
     ------
@@ -80,7 +81,7 @@ def target_attributions(
     n = resolved.encoded.input_ids.shape[1]
     values = torch.full((len(numbers), heads.pop(), n, n), torch.nan, dtype=slope.dtype)
     failures: list[str] = []
-    misses, sizes = [0.0], [1e-30]
+    misses, sizes, norm_errors = [0.0], [1e-30], [0.0]
     with torch.no_grad():
         linear = None if reader is None else linearise_norm(reader)
         for index, layer in enumerate(numbers):
@@ -88,11 +89,15 @@ def target_attributions(
             for query in queries:
                 # the gradient is that of one prompt, so a batch of one
                 u = slope[:, query] if linear is None else linear.pull_back(slope[:, query], query)
-                found, miss, size = _one_layer(call, u, query)
+                found, miss, size, norm_error = _one_layer(call, u, query)
                 values[index, :, query] = found[0].cpu()
                 misses.append(miss)
                 sizes.append(size)
+                norm_errors.append(norm_error)
             failures += [f"layer {layer}: {text}" for text in call.sampled_certificate.failures]
+    if linear is not None:
+        norm_errors.append(linear.error)
+    failures += norm_failures(max(norm_errors), calls[numbers[0]].z.dtype)
     error = max(misses) / max(sizes)
     tolerance = TOLERANCE[calls[numbers[0]].z.dtype]
     if not error <= tolerance:
@@ -108,15 +113,15 @@ def target_attributions(
         target=resolved.targets[0],
         params={"queries": queries, "norm": name if reader is not None else None},
         provenance=provenance(lm) | {"prompt": prompt_label(one)},
-        checks={"completeness_error": error, "certificate": "sampled"},
+        checks={"completeness_error": error, "norm_error": max(norm_errors), "certificate": "sampled"},
         failures=tuple(failures),
     )
 
 
-def _one_layer(call: AttentionCall, u: Tensor, query: int) -> tuple[Tensor, float, float]:
+def _one_layer(call: AttentionCall, u: Tensor, query: int) -> tuple[Tensor, float, float, float]:
     """[batch, head, key_pos] along u at one query; how far they and the bias miss the branch's own part, and its size.
 
-    The branch's part is what the block really added to the stream.
+    The branch's part is what the block really added to the stream. Last: the error of the norm on the branch.
     """
     work = u.dtype
     w_o, b_o = call.w_o.to(work), call.b_o.to(work)
@@ -129,11 +134,12 @@ def _one_layer(call: AttentionCall, u: Tensor, query: int) -> tuple[Tensor, floa
     site = call.site
     branch = call.attn_out if site.branch_norm is None else site.branch_norm.output
     if branch is None:
-        return found, 0.0, 0.0
+        return found, 0.0, 0.0, folded.norm_error or 0.0
     added = float(site.multiplier * (branch[0, query].detach().to(work) @ u[0]))
     bias = 0.0 if folded.bias is None else float(folded.bias.expand(*branch.shape[:2], -1)[0, query].to(work) @ u[0])
     # relative to the parts: they may cancel
-    return found, abs(float(found.sum()) + bias - added), float(found.abs().sum()) + abs(bias)
+    size = float(found.abs().sum()) + abs(bias)
+    return found, abs(float(found.sum()) + bias - added), size, folded.norm_error or 0.0
 
 
 def _stack(lm: LoadedModel) -> list[str]:

@@ -88,7 +88,7 @@ def model_contributions(
     for axis in ("query_pos", "key_pos"):
         if tokens is not None and axis in first.axes and first.values.shape[first.axes.index(axis)] == len(tokens):
             labels[axis] = tokens
-    errors = ("value_error", "formula_error", "output_error", "completeness_error")
+    errors = ("value_error", "formula_error", "output_error", "completeness_error", "norm_error")
     return Scores(
         values=torch.stack([scores.values for _, scores in done]),
         axes=("layer", *first.axes),

@@ -29,6 +29,17 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 4 * 2.0*
 _ROWS_AT_ONCE = 256
 
 
+def norm_failures(error: float | None, dtype: torch.dtype) -> list[str]:
+    """What is wrong with a norm that was linearised with this error (`LinearisedNorm.error`) in a model of this dtype.
+
+    Many families compute their norms in float32 whatever they read, so float64 is held to the float32 tolerance.
+    """
+    tolerance = max(TOLERANCE[dtype], TOLERANCE[torch.float32])
+    if error is None or error <= tolerance:
+        return []
+    return [f"the linearised norm misses the layer's output by {error:.1e}, above {tolerance:.1e}"]
+
+
 @dataclass(frozen=True)
 class Certificate:
     """Measured errors of one call; None where the thing does not exist for it.

@@ -7,7 +7,7 @@ classes: a hypothesis `u = x + m * o` is accepted when the tensors that were see
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -188,6 +188,8 @@ def _fit(total: Tensor, stream: Tensor, branch: Tensor) -> tuple[float, float] |
 def linearise_norm(norm: SeenNorm) -> LinearisedNorm:
     """The norm frozen at its real input, its form (LayerNorm or RMSNorm, gain w or 1 + w) decided by what it returned.
 
+    `error` of the result says how far it is off: enough to tell the form is not enough to call numbers verified.
+
     Raises
     ------
     UnsupportedModelError : no affine norm reproduces the module's output; the text gives the smallest error.
@@ -214,7 +216,7 @@ def linearise_norm(norm: SeenNorm) -> LinearisedNorm:
             error = float((linear.output(hidden) - output).abs().max()) / max(float(output.abs().max()), 1e-30)
             # many families compute their norms in float32 whatever they read
             if error <= max(FIT_TOLERANCE.get(norm.input.dtype, 1e-5), 1e-5) * 2:
-                return linear
+                return replace(linear, error=error)
             smallest = min(smallest, error)
     raise UnsupportedModelError(
         f"{norm.name} ({type(norm.module).__name__}) is neither LayerNorm nor RMSNorm: the nearest is off by "

@@ -184,6 +184,18 @@ def test_the_last_block_of_a_hybrid_may_have_no_attention(word_lm: Any) -> None:
         assert float(found.values[row, :, -1].sum()) == pytest.approx(float(branch @ u), rel=1e-4, abs=1e-5)
 
 
+def test_a_final_norm_that_fits_only_roughly_is_not_verified(tiny_llama: LlamaForCausalLM, word_lm: Any) -> None:
+    lm = word_lm(tiny_llama)
+    with torch.no_grad():
+        exact = explain(lm, TEXT, TARGET, method="target_attribution")
+        plain = tiny_llama.model.norm.forward
+        tiny_llama.model.norm.forward = lambda hidden: plain(hidden) * (1 + 1.5e-5)
+        rough = explain(lm, TEXT, TARGET, method="target_attribution")
+    assert exact.verified and exact.checks["norm_error"] < 1e-6
+    assert rough.checks["norm_error"] == pytest.approx(1.5e-5, rel=0.05)
+    assert rough.failures == ("the linearised norm misses the layer's output by 1.5e-05, above 1.0e-05",)
+
+
 def test_blocks_of_several_lists_have_no_last_one(tiny_llama: LlamaForCausalLM, word_lm: Any) -> None:
     class Halves(nn.Module):
         def __init__(self) -> None:

@@ -205,6 +205,29 @@ def test_target_attribution_adds_up_to_what_the_branch_adds(family, extra, backe
     assert scores.params == {}
 
 
+@pytest.mark.parametrize(("kind", "more"), [("target_attribution", {"query": 3}), ("contribution_residual", {})])
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+def test_a_norm_that_fits_only_roughly_is_not_verified(kind, more, backend):
+    """Near enough to tell its form (2e-5), too far for numbers that count as verified (1e-5)."""
+    gemma = known.loud_gemma2()
+    norm = gemma.model.model.layers[0].post_attention_layernorm
+    given = more | ({"direction": torch.randn(norm.weight.shape[0])} if more else {})
+
+    def scores():
+        return attndiag.contributions(capture_one(gemma.model, gemma.prompt_ids), kind, backend, **given)
+
+    exact = scores()
+    assert exact.verified and exact.checks["norm_error"] < 1e-6
+    plain = norm.forward
+    norm.forward = lambda hidden: plain(hidden) * (1 + 1.5e-5)
+    rough = scores()
+    assert rough.checks["norm_error"] == pytest.approx(1.5e-5, rel=0.05)
+    assert [text for text in rough.failures if "the linearised norm misses the layer's output by 1.5e-05" in text]
+    # no norm, no error of one
+    kind, given = "contribution", {}
+    assert "norm_error" not in scores().checks
+
+
 @pytest.mark.parametrize("backend", ["reference", "fused"])
 def test_target_attribution_of_a_post_norm_block_says_where_its_direction_stands(backend):
     config = BertConfig(
