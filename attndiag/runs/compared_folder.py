@@ -14,33 +14,28 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
-import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from attndiag.errors import RunFolderError
+from attndiag.runs.clearing import RENDERED, RESULTS, clear_run, remove
 from attndiag.runs.folder import (
     COMPARISON,
     MARKER,
     RunFolder,
     explained,
-    is_leftover,
     kind_of,
     load_marker,
     locked,
+    remove_leftovers,
     write_atomically,
 )
 from attndiag.runs.plan import plan_differences
-from attndiag.runs.result_files import BrokenResultError, ForeignResultError, read_result, write_result
+from attndiag.runs.result_files import BrokenResultError, read_result, write_result
 
 SCHEMA = 1
-RESULTS = "results"
-# made from the results; an overwriting run removes them
-_MADE = ("tables", "figures", "summary", "report.html", "comparison.html")
-_RESULT_NAME = re.compile(r"(model-)?[0-9a-f]{64}\.parquet")
 
 
 @dataclass(frozen=True)
@@ -86,16 +81,12 @@ class ComparedFolder:
         RunFolder.require_place(folder)
         with locked(folder):
             found = cls(folder)
+            remove_leftovers(folder)
             if (folder / MARKER).is_file():
                 _require_same(folder, identity, overwrite)
             if overwrite or not (folder / MARKER).is_file():
                 # from now on it is this plan's folder, whatever happens next
                 found.mark({"run": "", **asdict(identity), "prompts": [], "facts": {}}, finished=False)
-            for thing in (folder / RESULTS).glob(".*.tmp"):
-                # of a run that was killed: nobody else writes here
-                if is_leftover(thing):
-                    with explained(thing):
-                        thing.unlink(missing_ok=True)
             yield found
 
     @classmethod
@@ -138,6 +129,10 @@ class ComparedFolder:
             write_atomically(path, fill)
         return path
 
+    def drop_rendered(self) -> None:
+        """Remove page and figures, before the tables become others than those that they show."""
+        remove(self.path, RENDERED)
+
     def keep(self, name: str, key: str, record: Any) -> None:
         """Write one result.
 
@@ -178,7 +173,7 @@ def _require_same(folder: Path, identity: Identity, overwrite: bool) -> None:
     marker = load_marker(folder / MARKER)
     kind = marker.get("kind", "weights")
     if overwrite:
-        _clear(folder, marker)
+        clear_run(folder, marker)
         return
     ways = "go on with the old plan, give another folder, or replace the run with overwrite=True (--overwrite)"
     if kind != COMPARISON:
@@ -188,31 +183,3 @@ def _require_same(folder: Path, identity: Identity, overwrite: bool) -> None:
     differ = identity.differences(marker)
     if differ:
         raise RunFolderError(f"{folder} holds a run with another plan: {'; '.join(differ)}. To resolve it, {ways}")
-
-
-def _clear(folder: Path, marker: Mapping[str, Any]) -> None:
-    """Remove the run that is there: its tables, and the results that are its own. Others stay."""
-    with explained(folder):
-        for name in (*_MADE, "shards"):
-            thing = folder / name
-            if thing.is_dir():
-                shutil.rmtree(thing)
-            else:
-                thing.unlink(missing_ok=True)
-        listed = {str(one.get("key")) for one in marker.get("prompts", [])} | {str(marker.get("model_key"))}
-        results = folder / RESULTS
-        for thing in results.iterdir() if results.is_dir() else ():
-            if _RESULT_NAME.fullmatch(thing.name) and _is_own(thing, listed):
-                thing.unlink()
-
-
-def _is_own(path: Path, listed: Collection[str]) -> bool:
-    """True for a whole result in its own place, and for a broken one in a place of this run; others are somebody's."""
-    key = path.stem.removeprefix("model-")
-    try:
-        read_result(path, key)
-    except BrokenResultError:
-        return key in listed
-    except ForeignResultError:
-        return False
-    return True

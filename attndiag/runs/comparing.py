@@ -150,6 +150,8 @@ def run(
         works = _found(folder, keys, say)
         if folder is not None:
             before = folder.about
+            if not (before["finished"] and before["run"] == facts["run"] and len(works) == len(batch)):
+                folder.drop_rendered()
             if before["run"] == facts["run"]:
                 # the same run goes on: it began when it began
                 facts["created"] = before["facts"]["created"]

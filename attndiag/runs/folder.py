@@ -311,10 +311,6 @@ def load_marker(marker: Path) -> dict[str, Any]:
     return facts
 
 
-# what a run puts into its folder; nothing else is ever removed
-_OURS = (MARKER, "shards", "tables", "summary", "figures", "report.html")
-
-
 def kind_of(path: str | Path) -> str | None:
     """`"weights"` or `"comparison"`: what kind of run a folder holds; None for a folder without a run.
 
@@ -376,12 +372,10 @@ def _clear(folder: Path, overwrite: bool) -> None:
             f"{folder} already holds a run; render it with `attndiag report {folder}`, give another folder, "
             "or replace it with overwrite=True (--overwrite)"
         )
-    for name in _OURS:
-        thing = folder / name
-        if thing.is_dir():
-            shutil.rmtree(thing)
-        else:
-            thing.unlink(missing_ok=True)
+    # results are read to know whose they are, by a module that writes through this one
+    from attndiag.runs.clearing import clear_run
+
+    clear_run(folder, load_marker(folder / MARKER))
 
 
 @contextlib.contextmanager

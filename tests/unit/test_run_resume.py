@@ -290,6 +290,56 @@ def test_the_two_kinds_of_runs_do_not_take_each_other_for_their_own(
         read_compared_run(tmp_path / "nothing")
 
 
+def test_a_page_never_stands_beside_tables_that_it_does_not_show(lm: LoadedModel, done: Path) -> None:
+    def rendered() -> list[Path]:
+        (done / "figures").mkdir(exist_ok=True)
+        made = [done / "report.html", done / "figures" / "verdicts.png"]
+        for path in made:
+            path.write_text("old")
+        return made
+
+    same = rendered()
+    attndiag.run(lm, PROMPTS[:2], plan=small_plan(), output=done)
+    assert all(path.is_file() for path in same)
+    for prompts in (PROMPTS[:3], PROMPTS[:1], PROMPTS[1::-1]):
+        old = rendered()
+        attndiag.run(lm, prompts, plan=small_plan(), output=done)
+        assert not any(path.exists() for path in old)
+    old = rendered()
+    results(done)[0].unlink()
+    attndiag.run(lm, PROMPTS[1::-1], plan=small_plan(), output=done)
+    assert not any(path.exists() for path in old)
+
+
+def test_what_killed_runs_left_half_written_is_removed(lm: LoadedModel, done: Path) -> None:
+    places = ("", "tables", "results", "figures")
+    left = [done / place / ".a.parquet.123.tmp" for place in places]
+    kept = [done / place / name for place in places for name in (".mine.tmp", "a.tmp")]
+    for path in (*left, *kept):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    attndiag.run(lm, PROMPTS[:2], plan=small_plan(), output=done)
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in kept)
+
+
+def test_one_kind_of_run_replaces_the_other_and_leaves_nothing_of_it(lm: LoadedModel, done: Path) -> None:
+    (done / "notes.txt").write_text("mine")
+    (done / "comparison.html").write_text("nobody here wrote it")
+    (done / "report.html").write_text("page")
+    measure_prompts(lm, PROMPTS[:2], done, overwrite=True)
+    names = {path.name for path in done.iterdir() if path.name != folder_module.LOCK}
+    assert names == {"run.json", "tables", "notes.txt", "comparison.html"}
+    (done / "summary").mkdir()
+    attndiag.run(lm, PROMPTS[:2], plan=small_plan(), output=done, overwrite=True)
+    assert {path.name for path in done.iterdir()} - {folder_module.LOCK} == names | {"results"}
+    assert kind_of(done) == "comparison" and not (done / "tables" / "checks.csv.gz").exists()
+    foreign = done / "results" / f"{'0' * 64}.parquet"
+    write_result(foreign, "1" * 64, {"of": "somebody"})
+    measure_prompts(lm, PROMPTS[:2], done, overwrite=True)
+    assert [path.name for path in (done / "results").iterdir()] == [foreign.name]
+
+
 # -------------------------------------------------------------------------------------------------------- the folder
 def test_two_runs_at_once_lose_nothing(lm: LoadedModel, done: Path) -> None:
     before = {path: path.read_bytes() for path in done.rglob("*") if path.is_file()}
