@@ -198,7 +198,7 @@ def judge(
     task : [row] what `task_check` said; no row failed when None.
     failed_checks : [row] names of self-checks that failed (a capture that does not reproduce the model, ...).
     replacement_tau : [row] what `replacement_agreement` said, nan included; None where only one replacement was used.
-    redundant : [row, item] what `redundancy.stand_ins` said: where the effect is absent, the state is `redundant` instead.
+    redundant : [row, item] of `redundancy.stand_ins`: where the effect is absent, the state is `redundant` instead.
     family : correct over all items, see `evidence.states`.
 
     Raises
