@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attndiag.commands import options
-from attndiag.commands.console import FINE, SOME_FAILED, data, data_json, guarded, progress_bar, remark
+from attndiag.commands.console import (
+    FINE,
+    SOME_FAILED,
+    data,
+    data_json,
+    given_options,
+    guarded,
+    progress_bar,
+    remark,
+)
 
 if TYPE_CHECKING:
     from attndiag.explanations.head_table import HeadTable
@@ -32,6 +41,7 @@ class Bos(StrEnum):
 
 @guarded
 def heads(
+    context: typer.Context,
     probe: Annotated[
         list[str] | None,
         typer.Option(
@@ -161,6 +171,7 @@ def heads(
 
     asked = _probes(probe)
     series = _series(checkpoints, revisions)
+    _no_idle_options(given_options(context), relations=bool(relation))
     if series and (relation or phase_change or composition):
         raise typer.BadParameter("a list of checkpoints is measured by itself; leave the other parts to a call without")
     if composition:
@@ -283,6 +294,23 @@ def _series(checkpoints: list[Path] | None, revisions: str | None) -> list[str |
     if (checkpoints or revisions is not None) and len(found) < 2:
         raise typer.BadParameter(f"a history needs at least two checkpoints, got {len(found)}")
     return found
+
+
+def _no_idle_options(given: list[str], *, relations: bool) -> None:
+    """Refuse options that would do nothing beside the others."""
+    named = "checkpoints are folders and need no other model; leave it out"
+    for one, beside, why in (
+        ("--model", "--checkpoints", named),
+        ("--revision", "--checkpoints", named),
+        ("--revision", "--revisions", "the list says which revisions; leave it out"),
+    ):
+        if one in given and beside in given:
+            raise typer.BadParameter(f"it goes with no {beside}: {why}", param_hint=one)
+    if "--prompts" in given and not relations:
+        raise typer.BadParameter(
+            "probes make their own texts, and only a relation reads a prompt set; add --relation subject_again:subject",
+            param_hint="--prompts",
+        )
 
 
 def _ranked_by(name: str, probes: tuple[str, ...]) -> None:

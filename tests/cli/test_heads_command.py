@@ -126,6 +126,11 @@ def test_nothing_measurable_is_status_1(tiny_folder: Path, tmp_path: Path) -> No
         (["--checkpoints", "no-such-folder"], "there is no such folder"),
         (["--revisions", "step1"], "at least two checkpoints, got 1"),
         (["--revisions", "step1,step2", "--phase-change"], "measured by itself"),
+        (["--revisions", "step1,step2", "--revision", "main"], "it goes with no --revisions"),
+        (["--prompts", "my.jsonl"], "only a relation reads a prompt set"),
+        (["--checkpoints", ".", "--checkpoints", "..", "--revision", "main"], "it goes with no --checkpoints"),
+        # the model is named below
+        (["--checkpoints", ".", "--checkpoints", ".."], "Invalid value for --model"),
     ],
 )
 def test_misuse_is_told_before_a_model_is_loaded(words: list[str], said: str, tmp_path: Path) -> None:
