@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,8 +39,8 @@ from attndiag.explanations.head_ablation import (
     Way,
     ablate_sets,
     copy_losses,
-    random_sets,
 )
+from attndiag.explanations.head_ablation_plan import plan_sets
 from attndiag.explanations.head_circuits import output_value_circuits
 from attndiag.explanations.head_composition import composition_scores, facts_of
 from attndiag.explanations.head_inputs import HeadInput, induction_input, text_input, trained_context
@@ -57,8 +57,6 @@ Key = tuple[str, int, int | None]
 EFFECTS: dict[Way, str] = dict(
     zip(WAYS, ("ablation_effect", "mean_ablation_effect", "ablation_effect_patterns_kept"), strict=True)
 )
-RANDOM_SETS = 20
-TITLES_OF_SETS = {"prefix_matching_score": "", "ablation_effect": "effect"}
 
 
 def heads(
@@ -320,7 +318,11 @@ class _Run:
             if not ranked:
                 self.refuse("ablation", self._why_unranked(by))
                 return
-            found = self._effects(given, self._plan(ranked, place, count, by, threshold, seed))
+            scored_heads = [(head, score) for head, _, score in ranked]
+            plan, no_random = plan_sets(scored_heads, place, count=count, by=by, threshold=threshold, seed=seed)
+            if no_random:
+                self.refuse("ablation", no_random)
+            found = self._effects(given, plan)
         except (NotApplicableError, UnsupportedModelError) as error:
             self.refuse("ablation", str(error))
             return
@@ -346,35 +348,6 @@ class _Run:
         ]
         why = known[0] if known else "no layer with a number has it beside its prefix-matching score"
         return f"{by}, by which heads are chosen, is not measurable here ({why}); choose another with ablate_by"
-
-    def _plan(
-        self,
-        ranked: Sequence[tuple[Head, Key, float]],
-        everyone: Collection[Head],
-        count: int,
-        by: str,
-        threshold: float,
-        seed: int,
-    ) -> list[NamedSet]:
-        """What is taken away: the first heads one at a time, a set together, random sets of its size."""
-        single = [head for head, _, _ in ranked[:count]]
-        said = TITLES_OF_SETS.get(by, by.replace("_", " "))
-        if MEASURES[by].unit in ("mass", "share"):
-            together = tuple(sorted(head for head, _, score in ranked if score > threshold))
-            name = f"above {threshold}" + (f" by {said}" if said else "")
-        else:
-            together, name = tuple(sorted(single)), f"highest by {said}"
-        plan = [NamedSet("single", (head,), way) for head in single for way in WAYS]
-        if together:
-            plan += [NamedSet(name, together, way) for way in WAYS]
-            others = [head for head in everyone if head not in together]
-            if len(others) < len(together):
-                self.refuse("ablation", f"no random sets: only {len(others)} heads are not {name}")
-            else:
-                plan += [
-                    NamedSet("random", some, "zero") for some in random_sets(others, len(together), RANDOM_SETS, seed)
-                ]
-        return plan
 
     def _effects(self, given: HeadInput, plan: Sequence[NamedSet]) -> list[Ablation]:
         progress = self.progress

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +119,37 @@ def other_weights(module: nn.Module) -> str:
     return "".join(f"; weights of {kind}: {names}" for kind, names in listed.items())
 
 
-def split_chunks(parts: list[PendingCall], name: str, module: nn.Module, inputs: Tensor, output: Tensor) -> None:
+def find_projection(pending: list[PendingCall], name: str, module: nn.Module, read: Tensor, output: Any) -> None:
+    """A linear map ran: note whether it projects the newest calls, may stand behind a gate, or passes them by.
+
+    Parameters
+    ----------
+    pending : the calls that are not finished, not empty.
+    name, module : the linear map; read, output : what it was given and what it returned.
+    """
+    if not isinstance(output, Tensor):
+        if pending[-1].is_output(read):
+            said = f"{name} takes the head outputs and returns a {type(output).__name__}, not one tensor"
+            pending[-1].passed_by = said
+        return
+    same_module = [p for p in pending if p.call.module_name == pending[-1].call.module_name]
+    last = same_module[-1]
+    if last.is_output(read):
+        if last.projection is None or last.projection[0].startswith(f"{name}."):  # a wrapper is called after its core
+            last.projection, last.attn_out = (name, module), output
+        return
+    earlier = next((p for p in same_module[:-1] if p.projection is None and p.is_output(read)), None)
+    if earlier is not None:
+        earlier.passed_by = f"{name} takes the head outputs, but only after the module's next softmax"
+    elif len(same_module) > 1 and all(p.projection is None for p in same_module):
+        _split_chunks(same_module, name, module, read, output)
+    elif (
+        last.projection is None and read.numel() == last.call.z.numel() and name.startswith(f"{last.call.module_name}.")
+    ):
+        last.gate_candidates.append(GateCandidate(name, module, read, output))
+
+
+def _split_chunks(parts: list[PendingCall], name: str, module: nn.Module, inputs: Tensor, output: Tensor) -> None:
     """One projection after several calls (an image in chunks): give each call its slice, if they concatenate."""
     sizes = [part.call.z.shape[0] * part.call.n_queries for part in parts]
     width = parts[0].call.z.shape[2] * parts[0].call.z.shape[3]

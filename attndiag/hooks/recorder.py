@@ -19,7 +19,7 @@ from attndiag.hooks.adapters import require_product
 from attndiag.hooks.call_facts import TokenMasks, attends_over, past_length, reads_another_sequence
 from attndiag.hooks.captured import Captured, Refusal
 from attndiag.hooks.gates import find_output_gate
-from attndiag.hooks.pending import GateCandidate, PendingCall, split_chunks
+from attndiag.hooks.pending import GateCandidate, PendingCall, find_projection
 from attndiag.hooks.record import AttentionCall
 from attndiag.hooks.residual import BlockTrace, SeenChild, SeenNorm
 from attndiag.hooks.routed import DROPOUT_IS_ACTIVE, RoutedArguments, as_heads, kernel_terms, replay_of
@@ -314,31 +314,7 @@ class Recorder:
     def _after_linear(self, module: nn.Module, args: tuple, _kwargs: dict, output: Any) -> None:
         if self._replaying or not self._pending or not args or not isinstance(args[0], Tensor):
             return
-        name = self._names[id(module)]
-        if not isinstance(output, Tensor):
-            if self._pending[-1].is_output(args[0]):
-                said = f"{name} takes the head outputs and returns a {type(output).__name__}, not one tensor"
-                self._pending[-1].passed_by = said
-            return
-        same_module = [p for p in self._pending if p.call.module_name == self._pending[-1].call.module_name]
-        last = same_module[-1]
-        if last.is_output(args[0]):
-            if last.projection is None or last.projection[0].startswith(
-                f"{name}."
-            ):  # a wrapper is called after its core
-                last.projection, last.attn_out = (name, module), output
-            return
-        earlier = next((p for p in same_module[:-1] if p.projection is None and p.is_output(args[0])), None)
-        if earlier is not None:
-            earlier.passed_by = f"{name} takes the head outputs, but only after the module's next softmax"
-        elif len(same_module) > 1 and all(p.projection is None for p in same_module):
-            split_chunks(same_module, name, module, args[0], output)
-        elif (
-            last.projection is None
-            and args[0].numel() == last.call.z.numel()
-            and name.startswith(f"{last.call.module_name}.")
-        ):
-            last.gate_candidates.append(GateCandidate(name, module, args[0], output))
+        find_projection(self._pending, self._names[id(module)], module, args[0], output)
 
     # -------------------------------------------------------------------- finishing
     def _emit(self, trace: BlockTrace) -> None:
