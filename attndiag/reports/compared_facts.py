@@ -24,6 +24,7 @@ _FACT_NAMES = {
     "n_prompts": "prompts",
     "n_done": "prompts done",
     "n_failed": "prompts failed",
+    "n_skipped": "entries skipped",
     "seconds": "wall time",
     "seconds_by_method": "wall time by work",
     "adds_bos": "adds a start token",
@@ -51,7 +52,8 @@ def _fact(name: str, value: Any) -> str:
     if name == "location":
         return without_home(str(value))
     if name == "edges_measured":
-        return percent(value)
+        # facts show what they hold character by character, and this one is a space
+        return percent(value).replace("\u00a0", " ")
     if name == "seconds":
         return seconds(value)
     if name == "seconds_by_method" and isinstance(value, Mapping):

@@ -84,7 +84,7 @@ def page(
         created=str(facts.get("created") or ""),
         headline=words.headline(comparison, edges),
         where=words.where_sentences(comparison, edges),
-        clusters=words.cluster_sentence(comparison),
+        clusters=words.cluster_sentence(comparison) + _unfinished(facts),
         blocking=words.blocking_sentence(comparison, edges),
         blocked=run.blocked,
         failed_checks=failed_checks(run),
@@ -133,6 +133,13 @@ def page(
         base_js=asset("base.js"),
         version=package_version(),
     )
+
+
+def _unfinished(facts: Mapping[str, Any]) -> str:
+    """That prompts are missing because the run was stopped; empty otherwise."""
+    if facts.get("status") != "unfinished":
+        return ""
+    return f" The run is unfinished: {facts['n_done']} of {facts['n_prompts']} prompts are done."
 
 
 def figures_of(run: ComparedRun) -> dict[str, Drawn]:

@@ -343,6 +343,12 @@ def test_card_rows_join_layers_that_are_alike(kept: ComparedRun) -> None:
     assert [(one["layers"], one["window"]) for one in card_rows(other)] == [("0", None), ("1", 16)]
 
 
+def test_an_unfinished_run_says_so_and_facts_are_readable(kept: ComparedRun) -> None:
+    assert "unfinished" not in text_of(plain(kept)) and "edges measured 100.0 % " in text_of(plain(kept))
+    stopped = replace(kept, facts={**kept.facts, "status": "unfinished", "n_done": 3, "n_prompts": 9})
+    assert "The run is unfinished: 3 of 9 prompts are done." in text_of(plain(stopped))
+
+
 def test_fixed_never_writes_a_negative_zero() -> None:
     assert [fixed(x) for x in (-0.001, -0.5, 0.126, float("nan"))] == ["0.00", "\u22120.50", "0.13", "\u2013"]
 
