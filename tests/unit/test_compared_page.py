@@ -349,6 +349,13 @@ def test_an_unfinished_run_says_so_and_facts_are_readable(kept: ComparedRun) -> 
     assert "The run is unfinished: 3 of 9 prompts are done." in text_of(plain(stopped))
 
 
+def test_a_small_p_is_never_written_as_zero(kept: ComparedRun) -> None:
+    methods = kept.comparison.methods.copy()
+    methods.loc[methods.method == "weight", "p_chance"] = 0.0037
+    changed = replace(kept, comparison=replace(kept.comparison, methods=methods))
+    assert "<td>0.004</td>" in plain(changed)
+
+
 def test_fixed_never_writes_a_negative_zero() -> None:
     assert [fixed(x) for x in (-0.001, -0.5, 0.126, float("nan"))] == ["0.00", "\u22120.50", "0.13", "\u2013"]
 
