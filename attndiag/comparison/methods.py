@@ -94,7 +94,14 @@ class PromptMethods:
         """A query-key method about no target, [layer, batch, (head,) query_pos, key_pos], once for its params."""
         key = (kind, repr(sorted((params or {}).items())))
         if key not in self._kept:
-            self._kept[key] = explain(self.lm, self.axis.prompt, method=kind, **(params or {}))
+            found = explain(self.lm, self.axis.prompt, method=kind, **(params or {}))
+            if found.values.shape[-1] != len(self.axis):
+                raise NotApplicableError(
+                    f"{kind} speaks of the {found.values.shape[-1]} tokens of {self.axis.label!r}, and its target is "
+                    f"read behind a continuation, on {len(self.axis)} tokens; put the continuation into the prompt "
+                    "and take a target of its next token, or leave this method out"
+                )
+            self._kept[key] = found
         return self._kept[key]
 
     @property

@@ -493,3 +493,13 @@ def test_strange_prompts_get_numbers_or_reasons(text: str, tiny_folder: Any) -> 
     # no induction heads in a random model: a reason, not zeros
     assert found.problems.method.tolist() == ["induction"]
     assert "prefix-matching score" in found.problems.reason[0]
+
+
+def test_a_target_behind_a_continuation_is_no_target_of_a_row() -> None:
+    known = sink_against_value()
+    lm = attndiag.load(known.model, tokenizer=known.tokenizer())
+    axis = token_axis(lm, attndiag.Prompt("<bos> MARK a b"), attndiag.Target.continuation_logprob(" c Q"))
+    methods = PromptMethods(lm, axis)
+    for name in ("weight", "contribution", "rollout"):
+        with pytest.raises(NotApplicableError, match="read behind a continuation"):
+            methods.scores(name)
