@@ -50,7 +50,7 @@
   layerBox.value = data.start;
 
   // ------------------------------------------------------------------ what is chosen
-  let layer = null, head = -1, method = "row";
+  let layer = null, shownLayer = data.start, head = -1, method = "row";
   const query = () => Number(queryBox.value);
   const aside = () => asideBox.checked;
   const seen = (c) => (layer.seen[c >> 3] >> (7 - (c & 7))) & 1;
@@ -71,7 +71,7 @@
       total: layer.rowTogether ? (q) => layer.rowTogether[q] : null,
     };
   };
-  const name = () => `L${data.layers[Number(layerBox.value)].label}${head < 0 ? " all heads" : `H${head}`}`;
+  const name = () => `L${data.layers[shownLayer].label}${head < 0 ? " all heads" : `H${head}`}`;
   const exactRow = (q) => data.exact && q === data.target;
 
   // ------------------------------------------------------------------ words
@@ -117,7 +117,7 @@
   };
   const drawOverview = () => {
     if (!byId("block")) return;
-    const packed = data.layers[Number(layerBox.value)];
+    const packed = data.layers[shownLayer];
     byId("block").textContent = packed.block;
     const side = Math.ceil(data.tokens / packed.block), area = side * side;
     for (const map of ["pooledWeight", "pooledWritten"]) {
@@ -220,13 +220,13 @@
     context.translate(LEFT, TOP);
     stat.values.forEach((row, l) => { for (let h = 0; h < data.layers[l].heads; h++) { context.fillStyle = row ? `rgb(${colour(VIRIDIS, row[h] / stat.top)})` : "#96969e"; context.fillRect(h * size, l * size, size - 1, size - 1); } });
     const ring = (l, h, stroke, inset) => { context.lineWidth = 2; context.strokeStyle = stroke; context.strokeRect(h * size + inset, l * size + inset, size - 1 - 2 * inset, size - 1 - 2 * inset); };
-    if (head >= 0) { ring(Number(layerBox.value), head, "#ffffff", 1); ring(Number(layerBox.value), head, "#d55e00", 2.5); }
+    if (head >= 0) { ring(shownLayer, head, "#ffffff", 1); ring(shownLayer, head, "#d55e00", 2.5); }
     if (document.activeElement === canvas) ring(place[0], place[1], "#ffffff", 1);
     context.setTransform(1, 0, 0, 1, 0, 0);
     byId("end-grid").textContent = `${stat.top === 1 ? 1 : three(stat.top)} (${stat.unit})`;
     canvas.dataset.size = size;
   };
-  const chooseFromGrid = async () => { headBox.value = ""; layerBox.value = place[0]; await chooseLayer(place[1]); drawGrid(); tellGrid(); };
+  const chooseFromGrid = async () => { layerBox.value = place[0]; await chooseLayer(place[1]); drawGrid(); tellGrid(); };
   const grid = byId("grid");
   const gridAt = (event) => { const size = Number(grid.dataset.size), box = grid.getBoundingClientRect(), scale = grid.width / box.width; return [Math.min(Math.floor(((event.clientY - box.top) * scale - TOP) / size), data.layers.length - 1), Math.min(Math.floor(((event.clientX - box.left) * scale - LEFT) / size), nHeads - 1)].map((x) => Math.max(x, 0)); };
   grid.addEventListener("pointermove", (event) => { place = gridAt(event); tellGrid(); });
@@ -246,13 +246,20 @@
   // ------------------------------------------------------------------ choices
   const drawRow = () => { drawSide(); drawTokens(); };
   const redraw = () => { drawMaps(); drawOverview(); drawGrid(); drawRow(); };
-  const chooseLayer = async (wanted) => {
-    const index = Number(layerBox.value), before = wanted ?? (headBox.value === "" ? -1 : Number(headBox.value));
-    layer = await openLayer(index);
+  // a layer is unpacked while the reader goes on choosing: the latest wish counts, and nothing shown mixes two layers
+  let wish = -1, asked = 0, settled = 0;
+  const chooseLayer = async (wanted = wish) => {
+    const mine = ++asked, index = Number(layerBox.value);
+    wish = wanted;
+    const found = await openLayer(index);
+    if (mine !== asked) return;
+    settled = mine;
+    layer = found;
+    shownLayer = index;
     headBox.replaceChildren();
     option(headBox, -1, "all (mean weight, layer's contribution)");
     for (let h = 0; h < layer.heads; h++) option(headBox, h, String(h));
-    head = before < layer.heads ? before : -1;
+    head = wish < layer.heads ? wish : -1;
     headBox.value = head;
     place = [index, Math.max(head, 0)];
     redraw();
@@ -267,7 +274,13 @@
   choice("row", "the chosen head's row", true);
   data.rows.forEach((row, i) => choice(String(i), row.name, false));
   layerBox.addEventListener("change", () => chooseLayer());
-  headBox.addEventListener("change", () => { head = Number(headBox.value); place = [Number(layerBox.value), Math.max(head, 0)]; redraw(); });
+  headBox.addEventListener("change", () => {
+    wish = Number(headBox.value);
+    if (asked !== settled) return;
+    head = wish;
+    place = [shownLayer, Math.max(head, 0)];
+    redraw();
+  });
   queryBox.addEventListener("change", drawRow);
   document.documentElement.addEventListener("themechange", drawGrid);
   statBox.addEventListener("change", () => { drawGrid(); tellGrid(); });
