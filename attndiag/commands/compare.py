@@ -172,7 +172,7 @@ def compare(
     """
     if json and csv:
         raise typer.BadParameter("--json and --csv both want standard output; give one of them")
-    if what is not None and Path(what).is_dir():
+    if what and Path(what).is_dir():
         unused = given_options(context, _OF_READING)
         if unused:
             ways = f"options about making one do not go with it: leave out {', '.join(unused)}"

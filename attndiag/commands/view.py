@@ -116,7 +116,7 @@ def view(
 
     require_saveable(output)
     run, chosen, about = None, METHODS, None
-    if what is not None and Path(what).is_dir():
+    if what and Path(what).is_dir():
         if any(given is not None for given in (prompts, target, foil, methods, replacements)) or effects:
             raise typer.BadParameter(f"{what} is a run that is there: its methods, target and effects are shown")
         run, prompt, about = _of_run(Path(what), prompt_id)

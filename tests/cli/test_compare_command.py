@@ -204,3 +204,9 @@ def test_options_about_making_a_run_do_not_go_with_one_that_is_there(kept: Path,
 def test_help_shows_examples() -> None:
     done = run("compare", "--help")
     assert done.exit_code == 0 and "Examples:" in done.stdout and "attndiag compare out --csv" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["view", "compare"])
+def test_an_empty_prompt_is_an_empty_prompt_and_no_folder(command: str, tiny_folder: Path, tmp_path: Path) -> None:
+    done = run(command, "", "-m", tiny_folder, "--device", "cpu", "-o", tmp_path / "x.html", "-q")
+    assert done.exit_code in (1, 2) and "prompt is empty" in done.output + done.stderr, done.output + done.stderr
