@@ -315,18 +315,24 @@ def _finish(run: ComparedRun, *, json: bool, quiet: bool, n_skipped: int) -> Non
     raise typer.Exit(FINE if run.passed and not n_skipped else SOME_FAILED)
 
 
+def _rate(value: float, low: float, high: float) -> str:
+    """A share with its interval; one cluster of prompts has none."""
+    interval = "no interval" if low != low or high != high else f"{low:.0%} to {high:.0%}"
+    return f"{value:.0%} right ({interval})"
+
+
 def _lines(run: ComparedRun) -> list[str]:
     """Which methods tell what the model uses, one line each; the ceiling last."""
     rows = sorted(run.comparison.methods.to_dict("records"), key=lambda row: row["role"] == "ceiling")
     width = max((len(row["method"]) for row in rows), default=0)
     lines = []
     for row in rows:
-        rate = f"{row['hit_rate']:.0%} right ({row['hit_rate_low']:.0%} to {row['hit_rate_high']:.0%})"
+        rate = _rate(row["hit_rate"], row["hit_rate_low"], row["hit_rate_high"])
         about = " of tokens: the ceiling" if row["role"] == "ceiling" else " of tokens"
         known = row["hit_rate"] == row["hit_rate"]
         lines.append(f"{row['method']:<{width}}  {row['verdict']:<12}  {rate + about if known else 'nothing decided'}")
     for name, one in run.edges.whole.items() if run.edges is not None else ():
-        rate = f"{one.hit_rate.value:.0%} right ({one.hit_rate.low:.0%} to {one.hit_rate.high:.0%}) of edges"
+        rate = _rate(one.hit_rate.value, one.hit_rate.low, one.hit_rate.high) + " of edges"
         known = one.hit_rate.value == one.hit_rate.value
         lines.append(f"{name:<{width}}  {one.verdict:<12}  {rate if known else 'nothing decided'}")
     return lines

@@ -210,3 +210,10 @@ def test_texts_may_go_through_a_chat_template(prompts: Path, tmp_path: Path) -> 
     assert _as_chat(turned) is turned
     with pytest.raises(PromptError, match=r"prompt 'x' has pair and spans, which are about its plain text"):
         _as_chat(Prompt("Hi", id="x", pair="Ho", spans={"all": (0, 2)}))
+
+
+def test_a_share_without_an_interval_says_so() -> None:
+    from attndiag.commands.run import _rate
+
+    assert _rate(0.25, float("nan"), float("nan")) == "25% right (no interval)"
+    assert _rate(0.25, 0.1, 0.4) == "25% right (10% to 40%)"
