@@ -136,8 +136,11 @@ def _text_ids(lm: LoadedModel, text: str, before: str, prompt: Prompt) -> list[i
     tokenizer = lm.tokenizer
     try:
         ids = _plain_ids(tokenizer, text)
-    except Exception as error:  # tokenizers without an unknown token raise their own bare Exception
-        raise TargetError(f"{text!r} cannot be tokenised by {lm.info.name}: {error}") from error
+    except Exception as error:
+        _require_unreadable(error)
+        raise TargetError(
+            f"{text!r} cannot be tokenised by {lm.info.name}: {error}; choose a text of its vocabulary"
+        ) from error
     ids = _ids_after(tokenizer, before, text, ids) if before and ids else ids
     unknown = tokenizer.unk_token_id
     if not ids or (unknown is not None and unknown in ids and text != tokenizer.unk_token):
@@ -159,12 +162,19 @@ def _ids_after(tokenizer: Any, before: str, text: str, alone: list[int]) -> list
     first = _plain_ids(tokenizer, before)
     try:
         joint = _plain_ids(tokenizer, before + text)
-    except Exception:  # run together the two are no word that a tokenizer without an unknown token can read
+    except Exception as error:  # run together the two may be no word of a closed vocabulary
+        _require_unreadable(error)
         return alone
     if joint[: len(first)] != first or len(joint) == len(first):
         return alone
     behind = joint[len(first) :]
     return alone if tokenizer.unk_token_id in behind else behind
+
+
+def _require_unreadable(error: Exception) -> None:
+    """Raise again what is no refusal of a text: tokenizers without an unknown token refuse with a bare Exception."""
+    if type(error) is not Exception:
+        raise error
 
 
 def _plain_ids(tokenizer: Any, text: str) -> list[int]:

@@ -110,13 +110,20 @@ def calls_of(model: nn.Module, given: dict, *edits: ad.Knockout) -> tuple[dict, 
     return found, output[0]
 
 
-@pytest.mark.parametrize("form", FORMS, ids=[form[0] for form in FORMS])
-@pytest.mark.parametrize("pad", [None, "right", "left"])
+# the masks of these families under padding are the subject of the capture's tests
+WITHOUT_PADDING = ("mpt", "gpt_neo", "deberta-v2", "gpt_oss")
+PADDED_FORMS = [
+    pytest.param(form, pad, id=f"{form[0]}-{pad}")
+    for form in FORMS
+    for pad in (None, "right", "left")
+    if pad is None or form[1] not in WITHOUT_PADDING
+]
+
+
+@pytest.mark.parametrize(("form", "pad"), PADDED_FORMS)
 @pytest.mark.parametrize("mode", ["remove", "renormalize"])
 def test_a_knockout_changes_its_edge_and_nothing_before_it(form, pad, mode):
     model, stream = build(form), form[-1]
-    if pad is not None and form[1] in ("mpt", "gpt_neo", "deberta-v2", "gpt_oss"):
-        pytest.skip("padding of this family is not under test here")
     given = inputs_of(model, pad)
     clean, output = calls_of(model, given)
     changed, moved = calls_of(model, given, ad.Knockout(1, HEAD, QUERY, KEY, mode=mode, stream=stream))

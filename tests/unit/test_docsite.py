@@ -40,8 +40,10 @@ def test_every_method_has_a_formula_and_a_place_on_the_page(docsite):
         assert entry.cost in page and entry.source in page
 
 
-def test_every_public_name_is_on_a_reference_page(docsite):
+def test_every_public_name_is_on_a_reference_page(docsite, tmp_path):
     docsite["hooks"]._require_all_names(DOCSITE.parents[1] / "docs")
+    with pytest.raises(docsite["hooks"].PluginError, match=r"no page of docs/reference/ has .*capture"):
+        docsite["hooks"]._require_all_names(tmp_path)
 
 
 def test_every_command_is_on_the_page(docsite):

@@ -314,3 +314,23 @@ def test_the_default_model_on_the_prompt_of_the_docs(default_lm):
     assert noise_floor(default_lm, prompt, rounds=3).checks["floor"] < 1e-4
     with pytest.raises(TargetError, match="merges with the end"):
         ad.score(default_lm, "The capital of Fra", ad.Target.continuation_logprob("nce is Paris"))
+
+
+def test_only_a_refusal_of_the_text_is_taken_for_one() -> None:
+    from attndiag.explanations.resolve import _ids_after
+
+    class Tokenizer:
+        unk_token_id = None
+
+        def __init__(self, error: Exception) -> None:
+            self.error = error
+
+        def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+            if text == "ab":
+                raise self.error
+            return {"input_ids": [1]}
+
+    # what tokenizers raise for a word outside a closed vocabulary
+    assert _ids_after(Tokenizer(Exception("no such word")), "a", "b", [7]) == [7]
+    with pytest.raises(ValueError, match="a fault of another kind"):
+        _ids_after(Tokenizer(ValueError("a fault of another kind")), "a", "b", [7])
