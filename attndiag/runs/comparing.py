@@ -226,7 +226,7 @@ def _model(
         if isinstance(found, ModelWork):
             return found
     if progress is not None:
-        progress("card and heads", 0, 0)
+        progress("card and heads" if plan.heads else "card", 0, 0)
     made = measure_model(lm, plan)
     if folder is not None:
         folder.keep(name, key, made)
