@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attndiag.commands import options
-from attndiag.commands.console import FINE, SOME_FAILED, data, data_json, guarded, progress_bar
+from attndiag.commands.console import FINE, SOME_FAILED, data, data_json, guarded
+from attndiag.commands.progress import progress_bar
 from attndiag.errors import RunFolderError
 
 if TYPE_CHECKING:

@@ -15,14 +15,15 @@ from attndiag.commands.console import (
     FINE,
     INTERRUPTED,
     SOME_FAILED,
+    counted,
     data,
     data_json,
     given_options,
     guarded,
-    progress_bar,
     remark,
 )
 from attndiag.commands.given_scores import OwnFiles, given_scores, own_files
+from attndiag.commands.progress import progress_bar
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -277,7 +278,7 @@ def _measure(
     with progress_bar(quiet=quiet) as bar:
         lm = load(model, progress=bar, **loading)
     scores = given_scores(lm, batch, own)
-    remark(f"{len(batch)} prompts on {lm.info.name} ({lm.info.architecture}, {lm.info.device})", quiet=quiet)
+    remark(f"{counted(len(batch), 'prompt')} on {lm.info.name} ({lm.info.architecture}, {lm.info.device})", quiet=quiet)
     try:
         with progress_bar(quiet=quiet) as bar:
             return run(

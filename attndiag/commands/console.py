@@ -10,8 +10,7 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar, get_type_hints
 
 import typer
@@ -22,7 +21,6 @@ from attndiag.errors import AttnDiagError
 R = TypeVar("R")
 
 FINE, SOME_FAILED, MISUSE, OUR_FAULT, INTERRUPTED = 0, 1, 2, 3, 130
-Progress = Callable[[str, int, int], None]
 
 
 def data(text: str) -> None:
@@ -39,6 +37,11 @@ def remark(text: str, *, quiet: bool = False) -> None:
     """One line beside the data."""
     if not quiet:
         typer.echo(text, err=True)
+
+
+def counted(number: int, word: str, plural: str = "") -> str:
+    """`1 prompt`, `2 prompts`; `plural` where an s does not make it."""
+    return f"{number} {word if number == 1 else plural or f'{word}s'}"
 
 
 def given_options(context: typer.Context, but: Collection[str] = ()) -> list[str]:
@@ -93,47 +96,6 @@ def guarded(command: Callable[..., R]) -> Callable[..., R]:
 def one_line(error: BaseException) -> str:
     """An error's text without line breaks."""
     return " ".join(str(error).split()) or type(error).__name__
-
-
-@contextmanager
-def progress_bar(*, quiet: bool) -> Iterator[Progress]:
-    """A bar on standard error, as the callback that the library takes; silent with `quiet`."""
-    if quiet:
-        yield lambda _what, _done, _total: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(compact=True),
-    )
-    bars, tasks = Progress(*columns, console=Console(stderr=True)), {}
-
-    def tell(what: str, done: int, total: int) -> None:
-        # one line for each kind of work; the steps of drawing a page share theirs
-        name = what if total == 0 or what == "measuring" else f"steps of {total}"
-        if name not in tasks:
-            # not before: work that says nothing should leave no empty line
-            bars.start()
-            tasks[name] = bars.add_task(what, total=total or None)
-        bars.update(tasks[name], completed=done, description=what)
-
-    try:
-        yield tell
-    finally:
-        if tasks:
-            bars.stop()
 
 
 def _finite(value: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from attndiag.commands import options
-from attndiag.commands.console import FINE, SOME_FAILED, data, data_json, guarded, remark
+from attndiag.commands.console import FINE, SOME_FAILED, counted, data, data_json, guarded, remark
 
 
 @guarded
@@ -119,11 +119,12 @@ def validate(
     if json:
         data_json(facts)
     else:
-        data(f"{file}: {len(prompts)} prompts in {len(clusters)} clusters, {len(found.bad)} bad entries")
+        bad = counted(len(found.bad), "bad entry", "bad entries")
+        data(f"{file}: {counted(len(prompts), 'prompt')} in {counted(len(clusters), 'cluster')}, {bad}")
         counts = (f"{facts[f'with_{name}']} with {name}" for name in ("target", "foil", "pair"))
         data(", ".join(counts))
         for entry in found.bad:
             data(f"{file}:{entry.line}: {entry.reason}")
     if len(clusters) < 12 and prompts:
-        remark(f"{len(clusters)} clusters: enough to describe; statistics over clusters need 12 or more")
+        remark(f"{counted(len(clusters), 'cluster')}: enough to describe; statistics over clusters need 12 or more")
     raise typer.Exit(SOME_FAILED if found.bad else FINE)

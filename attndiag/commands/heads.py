@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attndiag.commands import options
-from attndiag.commands.console import (
-    FINE,
-    SOME_FAILED,
-    data,
-    data_json,
-    given_options,
-    guarded,
-    progress_bar,
-    remark,
-)
+from attndiag.commands.console import FINE, SOME_FAILED, data, data_json, given_options, guarded, remark
+from attndiag.commands.progress import progress_bar
 
 if TYPE_CHECKING:
     from attndiag.explanations.head_table import HeadTable

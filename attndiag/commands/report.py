@@ -9,17 +9,8 @@ import typer
 
 from attndiag.commands import options
 from attndiag.commands.choosing import read_set
-from attndiag.commands.console import (
-    FINE,
-    INTERRUPTED,
-    SOME_FAILED,
-    Progress,
-    data,
-    data_json,
-    guarded,
-    progress_bar,
-    remark,
-)
+from attndiag.commands.console import FINE, INTERRUPTED, SOME_FAILED, counted, data, data_json, guarded, remark
+from attndiag.commands.progress import Progress, progress_bar
 from attndiag.errors import RunFolderError
 
 if TYPE_CHECKING:
@@ -149,7 +140,9 @@ def _measure(
     from attndiag.runs.prompt_files import SHIPPED
     from attndiag.runs.weights_run import estimate_run, measure_prompts
 
-    remark(f"{len(prompts)} prompts on {lm.info.name} ({lm.info.architecture}, {lm.info.device})", quiet=quiet)
+    remark(
+        f"{counted(len(prompts), 'prompt')} on {lm.info.name} ({lm.info.architecture}, {lm.info.device})", quiet=quiet
+    )
     remark(f"memory: {estimate_run(lm, prompts, backend=settings.calls.backend)}", quiet=quiet)
     try:
         with progress_bar(quiet=quiet) as bar:
@@ -178,10 +171,11 @@ def _kept(output: Path) -> str:
         folder = RunFolder.open(output)
     except RunFolderError:
         return "nothing was written yet"
-    done, asked = len(folder.done()), folder.about.get("n_prompts")
+    done, asked = len(folder.done()), int(folder.about["n_prompts"])
     if not done:
         return f"no prompt was finished; {output} holds an empty run"
-    return f"{done} of {asked} prompts are kept in {output}; `attndiag report {output}` renders them"
+    kept = f"{done} of {counted(asked, 'prompt')} {'is' if done == 1 else 'are'} kept in {output}"
+    return f"{kept}; `attndiag report {output}` renders {'it' if done == 1 else 'them'}"
 
 
 def _render(folder: RunFolder, quiet: bool) -> Report:

@@ -9,17 +9,9 @@ import typer
 
 from attndiag.commands import options
 from attndiag.commands.choosing import EdgeChoice, comma_names, read_set
-from attndiag.commands.console import (
-    FINE,
-    INTERRUPTED,
-    SOME_FAILED,
-    data,
-    data_json,
-    guarded,
-    progress_bar,
-    remark,
-)
+from attndiag.commands.console import FINE, INTERRUPTED, SOME_FAILED, counted, data, data_json, guarded, remark
 from attndiag.commands.given_scores import OwnFiles, given_scores, own_files
+from attndiag.commands.progress import progress_bar
 
 if TYPE_CHECKING:
     from attndiag.prompts import Prompt
@@ -250,7 +242,7 @@ def _measure(
             offline=True if config.offline else None,
             progress=bar,
         )
-    remark(f"{len(batch)} prompts on {lm.info.name} ({lm.info.architecture}, {lm.info.device})", quiet=quiet)
+    remark(f"{counted(len(batch), 'prompt')} on {lm.info.name} ({lm.info.architecture}, {lm.info.device})", quiet=quiet)
     remark(f"{len(plan.compared.methods)} methods; edges: {plan.edge_text}", quiet=quiet)
     remark(f"memory: {estimate_run(lm, batch)}", quiet=quiet)
     try:

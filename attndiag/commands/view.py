@@ -11,7 +11,8 @@ import typer
 
 from attndiag.commands import options
 from attndiag.commands.choosing import choose_prompts, comma_names, named
-from attndiag.commands.console import FINE, SOME_FAILED, data, data_json, guarded, progress_bar, remark
+from attndiag.commands.console import FINE, SOME_FAILED, data, data_json, guarded, remark
+from attndiag.commands.progress import progress_bar
 
 if TYPE_CHECKING:
     from attndiag.prompts import Prompt, Target

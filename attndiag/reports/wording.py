@@ -46,6 +46,10 @@ def task_sentence(summary: Summary) -> str:
     if checked.empty:
         return "No prompt has a target that this model could be checked on, so nothing is known about the task."
     right = int(checked.task_ok.astype(bool).sum())
+    if len(checked) == 1:
+        if right:
+            return "The model gets the one checked prompt right: the target is its first choice and beats the foil."
+        return "The model gets the one checked prompt wrong: the target is not its first choice, or the foil beats it."
     everyone = f"all {len(checked)}" if right == len(checked) else f"{right} of {len(checked)}"
     return f"The model gets {everyone} checked prompts right: the target is its first choice and beats the foil."
 

@@ -163,7 +163,7 @@ def test_the_headline_holds_the_known_numbers(tmp_path: Path) -> None:
     page = made.to_html()
     assert "All self-checks passed." in page
     assert "Position 0 is a special token, &lt;bos&gt;." in page
-    assert "all 1 checked prompts right" in page
+    assert "gets the one checked prompt right" in page
 
 
 @pytest.mark.usefixtures("plain_figures")
