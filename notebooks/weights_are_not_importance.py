@@ -63,7 +63,7 @@ sink
 # %%
 verdicts = edge_verdicts(lm, prompt)
 edges = verdicts.edges("weight")
-edges.loc[edges["key"] < 2, ["head", "token", "claim", "effect", "delta", "state", "verdict"]].round(3)
+edges.loc[edges["key"] < 2, ["head", "token", "claim", "effect", "present_from", "state", "verdict"]].round(3)
 
 # %% [markdown]
 # ## A contribution without an effect

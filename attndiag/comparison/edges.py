@@ -235,6 +235,8 @@ def _judge(
         redundant=_stacked(
             [np.zeros(one.effect.shape, bool) if one.redundant is None else one.redundant for one in measured], False
         ),
+        # the edges that a screen left out have the smallest estimates and claims
+        among=there.sum(axis=1),
         thresholds=thresholds,
     )
     # an edge that was only estimated takes part in the shares of its row, and gets no verdict

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attndiag.comparison.one_prompt import Plan, PromptResult
+from attndiag.stats.controls import CONTROLS, RANDOM
 from attndiag.stats.evidence import Evidence, from_draws, from_knockout
 from attndiag.stats.inference import compare_pairs
 from attndiag.stats.two_methods import summarise
@@ -40,8 +41,8 @@ class Comparison:
     differences : paired differences of methods by metric, corrected by Holm within the metric.
     verdicts : one row a prompt, method and token.
     methods : one row a method: its verdict over the prompt set, counts, circularity. The row of the replacement that
-        gave the evidence is the `ceiling`: even exact effects can disagree with themselves, by low claims on items with
-        a small but present effect.
+        gave the evidence is the `ceiling`, what a method can at best reach: it is wrong only on prompts of which every
+        token's effect is within the margin.
     problems : method and prompt where something could not be measured, with the reason.
     cases : method -> catalogues of disagreements, (row, item) being (prompt, position).
     judged : method -> the verdicts as arrays.
@@ -260,7 +261,7 @@ def _differences(results: Sequence[PromptResult], plan: Plan, primary: tuple[str
             name: np.array([found.get(index, np.nan) for index in range(len(results))])
             for name, found in by_method.items()
         }
-        declared = [(name, "random") for name in values if name not in ("random", "recency", "token_frequency")]
+        declared = [(name, RANDOM) for name in values if name not in CONTROLS]
         main = primary if primary is not None and set(primary) <= set(values) else None
         declared = ([main] if main else []) + declared
         if not declared:

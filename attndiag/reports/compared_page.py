@@ -214,7 +214,8 @@ def verdict_text(run: ComparedRun) -> str:
     return (
         f"A score claims \u201chigh\u201d from {limits.high:g}/n of the method's mass over n judged items and "
         f"\u201clow\u201d up to {limits.low:g}/n. An effect is present when its interval lies outside \u00b1max(noise "
-        f"floor, {limits.margin:g}\u00b7|m|), absent when it lies inside; level {limits.level:g}, "
+        f"floor, {limits.margin:g}\u00b7|m|, {limits.even:g}\u00b7mean effect size of the row), absent when it lies "
+        f"inside the same with {limits.low:g}\u00b7mean; level {limits.level:g}, "
         "Benjamini-Hochberg over the items. High and present, or low and absent: agree. High and absent, or low and "
         "present: disagree. Else inconclusive. A method's own verdict is \u201cagree\u201d when more than half of what "
         "it marks or should mark is right, interval and all, and more than shuffled claims reach."

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from attndiag.stats.controls import RANDOM
 from attndiag.stats.verdicts import VERDICTS, Verdicts
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 # measures in the matrix: the order of all tokens, and the three strongest corrected for chance
 ORDER, TOP = "tau_b", ("top_k_overlap", 3.0)
-CONTROLS = ("random", "recency", "token_frequency")
 KINDS = (
     ("weights_without_effect", "High score, no effect", "the method marks it, taking it away changes nothing"),
     ("effects_without_weight", "Low score, effect", "the method passes it over, the model needs it"),
@@ -150,7 +150,7 @@ def faithfulness_rows(comparison: Comparison) -> list[tuple[str, list[Row]]]:
                     "control": bool(first["control"]),
                     "circular": bool(found["circular"].any()),
                     "range": (float(found["low"].mean()), float(found["high"].mean())),
-                    "paired": paired.get((metric, method, "random")),
+                    "paired": paired.get((metric, method, RANDOM)),
                 }
             )
         # methods, then the ceiling, then the controls
@@ -335,7 +335,8 @@ def _case(
         "low": float(judged.shown.low[row, item]),
         "high": float(judged.shown.high[row, item]),
         "unit": unit,
-        "delta": float(judged.shown.delta[row]),
+        "absent_below": float(judged.shown.absent_below[row]),
+        "present_from": float(judged.shown.present_from[row]),
     }
 
 

@@ -30,7 +30,8 @@ _JUDGED = (
     Column("effect", "float64", "m(clean) - m(edited), in `unit`"),
     Column("effect_low", "float64", "lower end of its interval, in `unit`"),
     Column("effect_high", "float64", "upper end, in `unit`"),
-    Column("delta", "float64", "margin: smaller effects count as none, in `unit`"),
+    Column("absent_below", "float64", "effects inside this margin are absent, in `unit`"),
+    Column("present_from", "float64", "effects outside this margin are present, in `unit`"),
     _UNIT,
 )
 _WHOLE = (
@@ -215,7 +216,7 @@ _SCHEMAS = (
             Column("high", "float64", "upper end"),
             Column("direction", "string", "whether higher or lower is better"),
             _UNIT,
-            Column("control", "bool", "a control: random orders, recency, frequency"),
+            Column("control", "bool", "a control: random orders, recency, token frequency"),
             Column("circular", "bool", "the method was made by the replacement of the metric"),
             Column("undefined", "string", "why there is no value; empty where there is one"),
         ),

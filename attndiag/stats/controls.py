@@ -1,7 +1,8 @@
 """Faithfulness of several methods on one prompt, with what costs nothing beside them.
 
 A method that does not beat a random order, the distance to the end or the rarity of the words has shown nothing. So the
-same table holds controls: 20 random orders (their mean, and the range of the middle 95 %), recency and token frequency.
+same table holds controls: 20 random orders (their mean, and the range of the middle 95 %), recency (late first) and
+token frequency (rare first).
 
 A metric replaces items. A method that was itself made by the same replacement (single-token effects of deletion,
 judged by deletion) is flagged `circular`: it is close to the metric by construction and not to be ranked against
@@ -24,6 +25,8 @@ from attndiag.stats.masked import Array, MaskedValues, top_masks
 from attndiag.stats.order_bounds import BEAM, OrderBounds, order_bounds
 
 RANDOM_ORDERS = 20
+# rows of the table that are no method
+CONTROLS = RANDOM, RECENCY, TOKEN_FREQUENCY = ("random", "recency", "token_frequency")
 # all that are computed unless asked otherwise; the order bounds of NAOPC cost most
 METRICS = (
     "aopc_comprehensiveness",
@@ -96,7 +99,8 @@ def control_rankings(
     Parameters
     ----------
     positions : [item] in the prompt.
-    frequencies : [item] how often each token occurs in general; no such control when None.
+    frequencies : [item] how often each token occurs in general, or any numbers in that order; no such control when
+        None.
 
     Raises
     ------
@@ -105,15 +109,15 @@ def control_rankings(
     place = np.asarray(positions, dtype=np.float64)
     rng = np.random.default_rng(seed)
     found = [
-        Ranking(f"random_{index}", rng.permutation(len(place)).astype(np.float64), control=True)
+        Ranking(f"{RANDOM}_{index}", rng.permutation(len(place)).astype(np.float64), control=True)
         for index in range(random_orders)
     ]
-    found.append(Ranking("recency", place, control=True))
+    found.append(Ranking(RECENCY, place, control=True))
     if frequencies is not None:
         often = np.asarray(frequencies, dtype=np.float64)
         if often.shape != place.shape:
             raise ShapeError(f"{often.shape} frequencies for {place.shape} positions; expected one for each")
-        found.append(Ranking("token_frequency", -often, control=True))
+        found.append(Ranking(TOKEN_FREQUENCY, -often, control=True))
     return tuple(found)
 
 
@@ -157,7 +161,7 @@ def faithfulness_table(
         drawn: list[Faithfulness] = []
         for ranking in rankings:
             found = _measure(metric, ranking, values, bounds, **how)
-            if ranking.control and ranking.name.startswith("random_"):
+            if ranking.control and ranking.name.startswith(f"{RANDOM}_"):
                 drawn.append(found)
             else:
                 rows.append(_row(ranking, found))
@@ -257,7 +261,7 @@ def _random_row(drawn: Sequence[Faithfulness]) -> FaithfulnessRow:
     some = len(numbers) > 0
     low, high = np.quantile(numbers, [0.025, 0.975]) if some else (np.nan, np.nan)
     return FaithfulnessRow(
-        method="random",
+        method=RANDOM,
         metric=first.name,
         value=float(numbers.mean()) if some else float("nan"),
         direction=first.direction,

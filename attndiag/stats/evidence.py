@@ -1,8 +1,15 @@
 """What an intervention shows of an item: its effect is there, it is not there, or one cannot say.
 
-"Not significant" is not "absent". An effect is `absent` only if its whole interval lies inside a margin of equivalence
-(-delta, delta), `present` only if its whole interval lies outside, and `unsure` otherwise. delta = max(noise floor,
-.02 |m|), with both parameters of the caller.
+"Not significant" is not "absent". An effect is `absent` only if its whole interval lies inside a margin of equivalence,
+`present` only if its whole interval lies outside another, and `unsure` otherwise:
+
+    absent:  |effect| < max(noise floor, .02 |m|, .5 mean |effect|)
+    present: |effect| >= max(noise floor, .02 |m|, mean |effect|)
+
+with the means over the row. The last terms measure effects as claims are measured, against an even share of their row:
+an effect of less than half an even share is no more than a low claim says, and one of a whole even share is twice that.
+By .02 |m| alone, the items of a row of many small effects would be low claims and present at once, and effects taken as
+a method would be found to disagree with themselves.
 
 Where the interval comes from: draws of a replacement (tokens), prompts of a template (heads, layers, edges of a
 template), or one deterministic knock-out, whose only uncertainty is the noise floor. Intervals of draws and prompts are
@@ -141,8 +148,8 @@ class States:
     ----------
     state : `"present"`, `"absent"`, `"unsure"`; empty text for items that were not measured.
     low, high : ends of the interval.
-    p_present, p_absent : of "the effect lies outside the margin" and "inside"; corrected over the family where asked.
-    delta : margin [row].
+    p_present, p_absent : of "the effect lies outside its margin" and "inside"; corrected over the family where asked.
+    absent_below, present_from : margins [row].
     """
 
     state: NDArray[np.str_]
@@ -150,48 +157,81 @@ class States:
     high: Array
     p_present: Array
     p_absent: Array
-    delta: Array
+    absent_below: Array
+    present_from: Array
 
 
 def states(
-    evidence: Evidence, m: NDArray[np.floating], *, margin: float = 0.02, level: float = 0.05, family: bool = True
+    evidence: Evidence,
+    m: NDArray[np.floating],
+    *,
+    margin: float = 0.02,
+    small: float = 0.5,
+    even: float = 1.0,
+    among: NDArray[np.integer] | None = None,
+    level: float = 0.05,
+    family: bool = True,
 ) -> States:
     """Present, absent or unsure for every item.
 
     Parameters
     ----------
-    m : [row], the target on the unedited prompt; delta = max(floor, margin |m|).
+    m : [row], the target on the unedited prompt.
+    margin : share of |m| that an effect has to reach, whatever the others of its row are.
+    small, even : shares of the row's mean effect size below which an effect is absent and from which it is present.
+    among : [row] items over which that mean is taken, those without a measured effect counting as 0; the measured ones
+        when None. For rows of which only the items with the largest expected effects were measured.
     level : the interval holds the effect with chance 1 - level; also the level of the correction.
     family : correct over all measured items (Benjamini & Hochberg, presence and absence apart). Without effect on
         knock-outs, whose p are 0 or 1.
 
     Raises
     ------
-    ShapeError : not one m for each row.
-    ValueError : margin below 0, or level not in (0, 1).
+    ShapeError : not one m, or one number of items, for each row.
+    ValueError : not 0 <= small <= even, margin below 0, or level not in (0, 1).
     """
     clean = np.asarray(m, dtype=np.float64)
     if clean.shape != evidence.floor.shape:
         raise ShapeError(f"m has shape {clean.shape}; expected one for each of {len(evidence.floor)} rows")
-    if margin < 0 or not 0 < level < 1:
-        raise ValueError(f"margin is {margin} and level {level}; expected margin >= 0 and a level between 0 and 1")
-    delta = np.maximum(evidence.floor, margin * np.abs(clean))
+    if margin < 0 or not 0 <= small <= even or not 0 < level < 1:
+        raise ValueError(
+            f"margin is {margin}, small {small}, even {even} and level {level}; expected margin >= 0, 0 <= small <= "
+            "even and a level between 0 and 1"
+        )
+    least = np.maximum(evidence.floor, margin * np.abs(clean))
+    mean = _mean_size(evidence.effect, among)
+    absent_below, present_from = np.maximum(least, small * mean), np.maximum(least, even * mean)
     half = evidence.half_width(level)
     low, high = evidence.effect - half, evidence.effect + half
-    edge = delta[:, None]
+    inner, outer = absent_below[:, None], present_from[:, None]
     measured = np.isfinite(evidence.effect)
-    present = measured & ((low >= edge) | (high <= -edge))
-    absent = measured & (low > -edge) & (high < edge)
-    p_present, p_absent = _tests(evidence, edge, half, level, present, absent)
+    present = measured & ((low >= outer) | (high <= -outer))
+    absent = measured & (low > -inner) & (high < inner)
+    p_present, p_absent = _tests(evidence, inner, outer, half, level, present, absent)
     if family:
         p_present, p_absent = (benjamini_hochberg(p.ravel()).reshape(p.shape) for p in (p_present, p_absent))
         present, absent = present & (p_present <= level), absent & (p_absent <= level)
     state = np.where(present, PRESENT, np.where(absent, ABSENT, np.where(measured, UNSURE, "")))
-    return States(state, low, high, p_present, p_absent, delta)
+    return States(state, low, high, p_present, p_absent, absent_below, present_from)
+
+
+def _mean_size(effect: Array, among: NDArray[np.integer] | None) -> Array:
+    """[row] mean |effect|; 0 for rows without any."""
+    measured = np.isfinite(effect)
+    count = measured.sum(axis=1) if among is None else np.asarray(among)
+    if count.shape != (len(effect),):
+        raise ShapeError(f"among has shape {count.shape}; expected one number for each of {len(effect)} rows")
+    return np.where(measured, np.abs(effect), 0.0).sum(axis=1) / np.maximum(count, 1)
 
 
 def _tests(
-    evidence: Evidence, edge: Array, half: Array, level: float, present: NDArray[np.bool_], absent: NDArray[np.bool_]
+    evidence: Evidence,
+    inner: Array,
+    outer: Array,
+    half: Array,
+    level: float,
+    present: NDArray[np.bool_],
+    absent: NDArray[np.bool_],
 ) -> tuple[Array, Array]:
     """p of presence and absence, doubled one-sided ones, so that p <= level says what the interval says."""
     from scipy.stats import t
@@ -203,8 +243,8 @@ def _tests(
     sure = (error == 0) | (evidence.error == 0)
     safe = np.where(sure, 1.0, error)
     # nan where nothing was measured: not a member of the family
-    beyond = np.maximum(effect - edge, -effect - edge) / safe
-    within = np.minimum(edge - effect, edge + effect) / safe
+    beyond = np.maximum(effect - outer, -effect - outer) / safe
+    within = np.minimum(inner - effect, inner + effect) / safe
     p_present, p_absent = (np.minimum(1.0, 2 * t.sf(x, evidence.freedom)) for x in (beyond, within))
     p_present = np.where(sure, 1.0 - present, p_present)
     p_absent = np.where(sure, 1.0 - absent, p_absent)

@@ -29,7 +29,7 @@ def stand_ins(
     single : [item] effect of removing one.
     joint : effect of removing all.
     without : [item] effect of removing all but this one.
-    delta : margin below which an effect is absent, see `Thresholds.margin`.
+    delta : margin that an effect has to reach, max(noise floor, `Thresholds.margin` |m|).
     floor : noise floor of m, the uncertainty of every effect.
 
     Returns

@@ -162,7 +162,7 @@ def catalogues(verdicts: Verdicts, *, limit: int = 20, seed: int = 0) -> Catalog
         "agreeing_high": verdicts.where(HIGH, PRESENT),
         "agreeing_low": verdicts.where(LOW, ABSENT),
     }
-    in_margins = np.abs(verdicts.effect) / np.maximum(verdicts.shown.delta, 1e-300)[:, None]
+    in_margins = np.abs(verdicts.effect) / np.maximum(verdicts.shown.present_from, 1e-300)[:, None]
     idle = _strongest(kinds["weights_without_effect"], verdicts.share, limit)
     missed = _strongest(kinds["effects_without_weight"], in_margins, limit)
     rng = np.random.default_rng(seed)

@@ -49,8 +49,11 @@ class Thresholds:
 
     Parameters
     ----------
-    high, low : a share of at least high / n is a high claim, one of at most low / n a low claim.
-    margin : share of |m| below which an effect counts as none.
+    high, low : a share of at least high / n is a high claim, one of at most low / n a low claim. An effect of less than
+        `low` times the mean effect size of its row is absent: a low claim says no less.
+    even : an effect is present from `even` times that mean on.
+    margin : share of |m| that an effect has to reach to be present, and below which it is absent, whatever the others
+        of its row are.
     level : of the intervals and of the correction over items.
     least_items : admissible items that a row needs.
     replacement_tau : two replacements whose effects have a smaller tau-b make a prompt `replacement_dependent`.
@@ -59,6 +62,7 @@ class Thresholds:
 
     high: float = 2.0
     low: float = 0.5
+    even: float = 1.0
     margin: float = 0.02
     level: float = 0.05
     least_items: int = LEAST_ITEMS
@@ -66,8 +70,10 @@ class Thresholds:
     majority: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.low < self.high:
-            raise ValueError(f"low is {self.low} and high {self.high}; expected 0 <= low < high")
+        if not 0 <= self.low < self.high or not self.low <= self.even <= self.high:
+            raise ValueError(
+                f"low is {self.low}, even {self.even} and high {self.high}; expected 0 <= low < high, and even between"
+            )
         if self.margin < 0 or not 0 < self.level < 1 or self.least_items < 2:
             raise ValueError(
                 f"margin is {self.margin}, level {self.level}, least_items {self.least_items}; expected margin >= 0, "
@@ -128,7 +134,8 @@ class Verdicts:
                 "effect": self.effect[row, item],
                 "effect_low": shown.low[row, item],
                 "effect_high": shown.high[row, item],
-                "delta": shown.delta[row],
+                "absent_below": shown.absent_below[row],
+                "present_from": shown.present_from[row],
                 "p_present": shown.p_present[row, item],
                 "p_absent": shown.p_absent[row, item],
                 "reason": np.array(self.reason, dtype=object)[row],
@@ -184,6 +191,7 @@ def judge(
     failed_checks: Sequence[Sequence[str]] | None = None,
     replacement_tau: NDArray[np.floating] | None = None,
     redundant: NDArray[np.bool_] | None = None,
+    among: NDArray[np.integer] | None = None,
     thresholds: Thresholds | None = None,
     family: bool = True,
 ) -> Verdicts:
@@ -199,7 +207,7 @@ def judge(
     failed_checks : [row] names of self-checks that failed (a capture that does not reproduce the model, ...).
     replacement_tau : [row] what `replacement_agreement` said, nan included; None where only one replacement was used.
     redundant : [row, item] of `redundancy.stand_ins`: where the effect is absent, the state is `redundant` instead.
-    family : correct over all items, see `evidence.states`.
+    among, family : see `evidence.states`.
 
     Raises
     ------
@@ -218,7 +226,16 @@ def judge(
         np.where(keep, evidence.effect, np.nan), evidence.error, evidence.freedom, evidence.floor, evidence.source
     )
     clean = np.asarray(m, dtype=np.float64)
-    shown = states(inside, clean, margin=limits.margin, level=limits.level, family=family)
+    shown = states(
+        inside,
+        clean,
+        margin=limits.margin,
+        small=limits.low,
+        even=limits.even,
+        among=among,
+        level=limits.level,
+        family=family,
+    )
     if redundant is not None:
         stands_in = np.asarray(redundant, dtype=bool)
         if stands_in.shape != size.shape:

@@ -537,8 +537,8 @@ def test_facts_checks_heads_and_tables(lm: LoadedModel, tmp_path: Path) -> None:
         assert len(pd.read_csv(tmp_path / "tables" / f"{name}.csv")) == len(table)
     edges = pd.read_parquet(tmp_path / "tables" / "edges.parquet")
     assert edges.complete.all() and edges.mass_kept.between(0, 1 + 1e-9).all()
-    mild = read_compared_run(tmp_path, thresholds=Thresholds(margin=0.9))
-    assert (mild.comparison.verdicts.delta > found.comparison.verdicts.delta).all()
+    mild = read_compared_run(tmp_path, thresholds=Thresholds(margin=90.0))
+    assert (mild.comparison.verdicts.present_from > found.comparison.verdicts.present_from).all()
 
 
 # ----------------------------------------------------------------------------------------------------- weights runs

@@ -19,7 +19,7 @@ from attndiag.stats.verdicts import (
     task_check,
 )
 
-# n = 6: high from 1/3, low up to 1/12; m = 10: margin .2
+# n = 6: high from 1/3, low up to 1/12; m = 10: margin .2; mean effect 4.15 / 6 = .69
 SCORES = np.array([[0.5, 0.34, 0.05, 0.05, 0.03, 0.03]])
 EFFECTS = np.array([[1.0, 0.05, 2.0, 0.0, -1.0, -0.1]])
 M = np.array([10.0])
@@ -37,7 +37,46 @@ def test_the_table_of_claims_and_effects() -> None:
         "replacement_dependent": 0,
         "undefined": 0,
     }
-    assert found.shown.delta.tolist() == [0.2]
+    np.testing.assert_allclose(found.shown.absent_below, [4.15 / 6 / 2])
+    np.testing.assert_allclose(found.shown.present_from, [4.15 / 6])
+
+
+def test_margins_are_the_largest_of_noise_floor_share_of_m_and_parts_of_the_mean_effect() -> None:
+    effects = np.array([[3.0, -1.0, 0.0, np.nan], [0.1, 0.0, 0.0, np.nan], [0.01, 0.01, 0.01, 0.01]])
+    shown = states(from_knockout(effects, np.array([0.1, 0.1, 0.3])), np.array([10.0, 10.0, 10.0]))
+    np.testing.assert_allclose(shown.absent_below, [4 / 3 / 2, 0.2, 0.3])
+    np.testing.assert_allclose(shown.present_from, [4 / 3, 0.2, 0.3])
+    assert shown.state[0].tolist() == ["present", "unsure", "absent", ""]
+    # items that a screen left out count as 0
+    screened = states(from_knockout(effects), np.array([10.0, 10.0, 10.0]), among=np.array([8, 8, 8]))
+    np.testing.assert_allclose(screened.present_from, [4 / 8, 0.2, 0.2])
+    with pytest.raises(ShapeError, match="among has shape"):
+        states(from_knockout(effects), np.ones(3), among=np.array([8]))
+    with pytest.raises(ValueError, match="small -1"):
+        states(from_knockout(effects), np.ones(3), small=-1.0)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0])
+def test_effects_do_not_disagree_with_themselves(spread: float) -> None:
+    rng = np.random.default_rng(0)
+    effects = np.exp(spread * rng.normal(size=(300, 12))) * rng.choice([-1, 1], (300, 12))
+    found = judge(effects, from_knockout(effects), np.full(300, 1.0), thresholds=Thresholds(margin=0.0))
+    assert found.counts["disagree"] == 0
+    assert found.counts["agree"] > 0 or spread == 0.1
+    # a margin above all effects of a row: nothing in it is worth a high claim
+    nothing = judge(effects, from_knockout(effects), np.full(300, 1e6))
+    assert nothing.counts["disagree"] == (nothing.claim == "high").sum()
+
+
+def test_many_small_effects_are_no_disagreement_with_a_method_that_shares_them_out() -> None:
+    # each of 30 tokens is worth 3 % of m, one ten times that; the method says so in other proportions
+    effects = np.full((1, 30), 0.3)
+    effects[0, 3] = 3.0
+    scores = np.full((1, 30), 1.0)
+    scores[0, 3] = 40.0
+    found = judge(scores, from_knockout(effects), M)
+    assert found.counts["disagree"] == 0
+    assert found.verdict[0, 3] == "agree"
 
 
 def test_no_claim_is_inconclusive_whatever_the_effect() -> None:
@@ -47,7 +86,7 @@ def test_no_claim_is_inconclusive_whatever_the_effect() -> None:
 
 
 def test_the_noise_floor_makes_an_effect_unsure() -> None:
-    # delta .2: effect .25 +- .1 reaches over it, .5 +- .1 and .05 +- .1 do not
+    # margin .2: effect .25 +- .1 reaches over it, .5 +- .1 and .05 +- .1 do not
     found = judge(
         np.array([[0.8, 0.1, 0.1]]), from_knockout(np.array([[0.25, 0.5, 0.05]]), 0.1), M, thresholds=Thresholds()
     )
@@ -60,7 +99,7 @@ def test_thresholds_are_parameters_and_travel_with_the_result() -> None:
     strict = Thresholds(high=4.0, margin=0.2)
     found = judge(SCORES, from_knockout(EFFECTS), M, thresholds=strict)
     assert found.claim[0, 0] == "none"
-    assert found.shown.delta[0] == 2.0
+    assert found.shown.present_from[0] == 2.0
     assert found.shown.state[0].tolist() == ["absent", "absent", "present", "absent", "absent", "absent"]
     frame = found.to_frame()
     assert set(frame.threshold_high) == {4.0}

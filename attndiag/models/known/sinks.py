@@ -236,7 +236,7 @@ def randomised_sink(seed: int, *, dtype: torch.dtype = torch.float32) -> KnownMo
 
 
 def _verdict(share: float, effect: float, n_keys: int, delta: float) -> str:
-    """Verdict on one edge from the rule of the definitions, with a noise floor of 0."""
+    """Verdict on one edge, noise floor 0, by a margin of .02 abs(m): planted effects are clear of every margin."""
     high, low, present = share >= 2 / n_keys, share <= 1 / (2 * n_keys), abs(effect) > delta
     if (high and present) or (low and not present):
         return "agree"
