@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,7 +75,8 @@ class EdgeVerdicts:
     claims: Mapping[str, Array]
     queries: Mapping[str, int]
 
-    @property
+    # once for all rows: every table of heads asks row by row
+    @cached_property
     def complete(self) -> Mask:
         """[row] True where every edge was measured."""
         return np.asarray((np.isfinite(self.effects) | ~self.present).all(axis=1))
@@ -101,6 +103,16 @@ class EdgeVerdicts:
 
     def head_rows(self, method: str) -> pd.DataFrame:
         """One row a head and prompt: its verdict, with the counts of its edges; none where an edge was not measured."""
+        if method not in self._head_rows:
+            self._head_rows[method] = self._judge_heads(method)
+        return self._head_rows[method].copy()
+
+    @cached_property
+    def _head_rows(self) -> dict[str, pd.DataFrame]:
+        """Method -> `head_rows`, those that were asked for: a page asks for each a dozen times."""
+        return {}
+
+    def _judge_heads(self, method: str) -> pd.DataFrame:
         import pandas as pd
 
         found = row_verdicts(self.judged[method])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -223,6 +224,7 @@ def _most_surely_misled(row: Row) -> tuple[float, float]:
     return (-first["low"], -first["wrong"]) if first and first["decided"] else (1.0, 0.0)
 
 
+@cache
 def binomial_interval(wrong: int, decided: int) -> tuple[float, float]:
     """95 % interval of a rate (Clopper and Pearson 1934, exact); nan without a decided case."""
     if decided == 0:

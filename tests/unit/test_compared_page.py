@@ -144,6 +144,28 @@ def test_verdict_counts_by_level_are_those_of_the_verdicts(kept: ComparedRun) ->
     assert {k: counts["head", "weight"][k] for k in heads.index} == heads.to_dict()
 
 
+def test_the_page_judges_the_heads_of_each_method_once(kept: ComparedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attndiag.comparison import edges as module
+
+    assert kept.edges is not None
+    calls: list[object] = []
+    inner = module.row_verdicts
+    monkeypatch.setattr(module, "row_verdicts", lambda judged: calls.append(judged) or inner(judged))
+    fresh = replace(kept.edges)
+    plain(replace(kept, edges=fresh))
+    assert len(calls) == len(fresh.judged)
+    # row by row, from nothing
+    table = fresh.head_rows("weight")
+    for row, verdict in enumerate(table["verdict"]):
+        whole = all(np.isfinite(e) or not p for e, p in zip(fresh.effects[row], fresh.present[row], strict=True))
+        assert bool(fresh.complete[row]) == whole
+        assert whole or verdict == "undefined"
+    pd.testing.assert_frame_equal(table, replace(kept.edges).head_rows("weight"))
+    # what a reader does to the table stays with the reader
+    table["verdict"] = "changed"
+    assert "changed" not in set(fresh.head_rows("weight")["verdict"])
+
+
 def test_heads_carry_how_often_they_mislead_with_an_exact_interval(kept: ComparedRun) -> None:
     assert kept.edges is not None
     frame = kept.edges.heads("weight").set_index(["layer", "head"])
