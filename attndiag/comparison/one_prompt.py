@@ -21,9 +21,10 @@ from attndiag.explanations.replacement import Replacement
 from attndiag.explanations.replacement_effects import set_effects
 from attndiag.explanations.target import score
 from attndiag.models.load import LoadedModel
+from attndiag.models.vocabulary import learned_places
 from attndiag.prompts import Prompt, Target
 from attndiag.scores import Scores
-from attndiag.stats.controls import Ranking, control_rankings, faithfulness_table
+from attndiag.stats.controls import TOKEN_FREQUENCY, Ranking, control_rankings, faithfulness_table
 from attndiag.stats.masked import MaskedValues
 from attndiag.stats.two_methods import Agreement, agree
 from attndiag.stats.verdicts import Thresholds, replacement_agreement, task_check
@@ -116,7 +117,6 @@ def compare_prompt(
     floor: float = 0.0,
     own: Mapping[str, Own] | None = None,
     own_signed: Mapping[str, bool] | None = None,
-    frequencies: Callable[[NDArray[np.int64]], NDArray[np.floating]] | None = None,
 ) -> PromptResult:
     """Every method of the plan on one prompt, their agreement, faithfulness and the evidence for verdicts.
 
@@ -125,7 +125,6 @@ def compare_prompt(
     floor : noise floor of m, from `attndiag.explanations.target.noise_floor` over the prompt set.
     own : name -> scores made elsewhere, one for each token, or character spans (start, end, score).
     own_signed : name -> whether those have signs, see `have_signs`; told from this prompt's alone where not given.
-    frequencies : token ids -> how often they occur, for the control `token_frequency`.
 
     Raises
     ------
@@ -165,7 +164,7 @@ def compare_prompt(
     began = time.perf_counter()
     if plan.metrics and plan.replacements:
         try:
-            faithfulness = _faithfulness(lm, axis, scores, plan, floor, frequencies)
+            faithfulness = _faithfulness(lm, axis, scores, plan, floor)
         except AttnDiagError as error:
             problems["faithfulness"] = reason_of(error)
             transient |= isinstance(error, InsufficientMemoryError)
@@ -250,12 +249,7 @@ def _made_by(scores: TokenScores, replacement: Replacement) -> str | None:
 
 
 def _faithfulness(
-    lm: LoadedModel,
-    axis: TokenAxis,
-    scores: Mapping[str, TokenScores],
-    plan: Plan,
-    floor: float,
-    frequencies: Callable[[NDArray[np.int64]], NDArray[np.floating]] | None,
+    lm: LoadedModel, axis: TokenAxis, scores: Mapping[str, TokenScores], plan: Plan, floor: float
 ) -> Rows:
     """The table over the admissible tokens, replaced by the first replacement."""
     evidence = plan.replacements[0]
@@ -285,7 +279,11 @@ def _faithfulness(
         for name, one in scores.items()
         if np.isfinite(one.values[places]).all()
     ]
-    often = None if frequencies is None else frequencies(axis.token_ids[places])
+    often, no_order = None, ""
+    try:
+        often = -learned_places(lm.tokenizer, axis.token_ids[places])
+    except NotApplicableError as error:
+        no_order = str(error)
     rankings += control_rankings(places.astype(np.float64), often, random_orders=plan.random_orders, seed=plan.seed)
     table = faithfulness_table(rankings, values, wanted=plan.metrics, floor=floor, seed=plan.seed)
     rows: Rows = [
@@ -305,6 +303,8 @@ def _faithfulness(
     ]
     # a method without a score for some token cannot order all that are replaced; it is told, not left out
     kinds = {(row["metric"], row["direction"], row["unit"]): None for row in rows}
+    if no_order:
+        rows += [_without_value(TOKEN_FREQUENCY, kind, no_order, control=True) for kind in kinds]
     for name, one in scores.items():
         gaps = places[~np.isfinite(one.values[places])]
         if len(gaps):
@@ -315,7 +315,7 @@ def _faithfulness(
     return rows
 
 
-def _without_value(method: str, kind: tuple[str, str, str], why: str) -> dict[str, Any]:
+def _without_value(method: str, kind: tuple[str, str, str], why: str, *, control: bool = False) -> dict[str, Any]:
     metric, direction, unit = kind
     return {
         "method": method,
@@ -325,7 +325,7 @@ def _without_value(method: str, kind: tuple[str, str, str], why: str) -> dict[st
         "high": np.nan,
         "direction": direction,
         "unit": unit,
-        "control": False,
+        "control": control,
         "circular": False,
         "undefined": why,
     }

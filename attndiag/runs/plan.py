@@ -16,7 +16,7 @@ from attndiag.comparison.methods import check_methods
 from attndiag.comparison.one_prompt import DEFAULT_METRICS, Plan
 from attndiag.explanations.replacement import Replacement
 from attndiag.runs.keys import plain, plain_replacement
-from attndiag.stats.controls import METRICS
+from attndiag.stats.controls import CONTROLS, METRICS
 from attndiag.stats.verdicts import Thresholds
 
 DEFAULT_METHODS = (
@@ -154,6 +154,9 @@ def make_plan(
     everything = [*names, *labels, *own]
     if len(set(everything)) < len(everything):
         raise ValueError(f"methods, replacements and own scores are named {everything}; expected each name once")
+    taken = sorted(set(own) & set(CONTROLS))
+    if taken:
+        raise ValueError(f"own scores are named {taken}, as the controls are; give them another name")
     for what, wanted, known in (("metrics", compared.metrics, METRICS), ("primary", primary or (), everything)):
         unknown = [name for name in wanted if name not in known]
         if unknown:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -17,7 +19,9 @@ from attndiag.core.mixing import rollout
 from attndiag.errors import NotApplicableError, ShapeError
 from attndiag.models.known import randomised_sink
 from attndiag.models.load import LoadedModel
+from attndiag.models.vocabulary import learned_places
 from attndiag.runs.plan import make_plan
+from attndiag.stats.agreement import tau_b
 
 PROMPTS = [
     attndiag.Prompt("<bos> w5 w9 w13 w30 w7 w21", id="one", cluster="x"),
@@ -302,6 +306,7 @@ def test_the_first_key_and_heavy_keys_are_sinks() -> None:
         ({"methods": ["saliency@L3"]}, NotApplicableError, "one layer or head"),
         ({"methods": ["replacement"]}, NotApplicableError, "`replacements`"),
         ({"methods": ["weight"], "own": {"weight": [[1.0]]}}, ValueError, "each name once"),
+        ({"methods": ["weight"], "own": {"recency": [[1.0]]}}, ValueError, r"\['recency'\], as the controls are"),
         ({"methods": ["weight"], "own": {"mine": []}}, ValueError, "0 entries for 1 prompts"),
         ({"methods": ["weight"], "primary": ("weight", "x")}, ValueError, r"names \['x'\]"),
         ({"methods": ["weight"], "replacements": ["nope"]}, ValueError, "unknown replacement"),
@@ -342,3 +347,40 @@ def test_a_method_without_a_score_for_a_token_says_so_in_the_faithfulness_table(
     assert len(rows) == 2 and rows.value.isna().all()
     assert set(rows.undefined) == {"no score for ' w5' (1), ' w13' (3), so it orders not all tokens"}
     assert set(found.differences[found.differences["first"] == "holes"].undefined_share) == {1.0}
+
+
+def test_rare_tokens_first_is_a_control_where_the_vocabulary_has_an_order(tiny_folder: Path) -> None:
+    prompts = [
+        attndiag.Prompt("When Mary and John went to the store", id="one"),
+        attndiag.Prompt("John gave a drink to Mary", id="two"),
+    ]
+    lm = attndiag.load(tiny_folder)
+    wanted = {"replacements": ["mean_embedding"], "metrics": ["aopc_comprehensiveness", "effect_tau"]}
+    found = compare(lm, prompts, ["weight"], **wanted)
+    rows = found.faithfulness[found.faithfulness.method == "token_frequency"]
+    assert len(rows) == 2 * len(prompts) and rows.control.all() and not rows.circular.any()
+    assert np.isfinite(rows.value).all() and (rows.undefined == "").all()
+    # nothing of the other prompts is in it
+    alone = compare(lm, prompts[1:], ["weight"], **wanted).faithfulness
+    again = rows[rows.prompt == "two"].value.tolist()
+    assert alone[alone.method == "token_frequency"].value.tolist() == again
+    # a control is judged against nothing
+    assert set(found.differences["first"]) == {"weight", "replacement[mean_embedding]"}
+    # tau with the effects of single tokens, by hand
+    axis = token_axis(lm, prompts[1], None)
+    scores = found.scores[(found.scores.prompt == "two") & found.scores.admissible]
+    effects = scores[scores.method == "replacement[mean_embedding]"].set_index("position").score
+    places = learned_places(lm.tokenizer, axis.token_ids[effects.index])
+    tau_of = alone[(alone.method == "token_frequency") & alone.metric.str.startswith("effect_tau")].value.item()
+    assert tau_of == pytest.approx(tau_b(places, np.abs(effects.to_numpy())))
+
+
+def test_without_an_order_of_the_vocabulary_the_control_says_why_it_has_no_value(llama_lm: LoadedModel) -> None:
+    metrics = ["aopc_comprehensiveness", "effect_tau"]
+    found = compare(llama_lm, PROMPTS, ["weight"], replacements=["mean_embedding"], metrics=metrics)
+    rows = found.faithfulness[found.faithfulness.method == "token_frequency"]
+    assert len(rows) == len(PROMPTS) * 2 and rows.value.isna().all() and rows.control.all()
+    assert set(rows.undefined) == {
+        "WordLevel has no learned order of tokens; BPE, Unigram and WordPiece vocabularies have"
+    }
+    assert "token_frequency" not in set(found.differences["first"])
