@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,8 +23,10 @@ from attndiag.commands.console import (
     guarded,
     remark,
 )
+from attndiag.commands.endings import blocked_checks, measured_nowhere, say_blocked, say_measured_nowhere
 from attndiag.commands.given_scores import OwnFiles, given_scores, own_files
 from attndiag.commands.progress import progress_bar
+from attndiag.commands.settings import method_parameters
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,6 +80,16 @@ def compare(
         typer.Option(
             "--methods",
             help="Names with commas, see `attndiag methods`; eight by default.",
+            rich_help_panel=COMPARISON,
+            show_default=False,
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="METHOD.NAME=VALUE",
+            help="A parameter of a method, as in integrated_gradients.max_steps=512; give it again for several.",
             rich_help_panel=COMPARISON,
             show_default=False,
         ),
@@ -193,7 +206,8 @@ def compare(
         )  # fmt: skip
         # cheap things first: a wrong plan or a score file that is not there should not wait for the model
         given = own_files(own or [])
-        plan = _plan(methods, replacements, metrics, primary, edges, seed, own=list(given))
+        params = method_parameters(settings or [], {})
+        plan = _plan(methods, replacements, metrics, primary, edges, seed, own=list(given), params=params)
         if output is not None:
             from attndiag.runs.folder import RunFolder
 
@@ -232,6 +246,7 @@ def _plan(
     seed: int,
     *,
     own: Sequence[str],
+    params: Mapping[str, Mapping[str, Any]],
 ) -> RunPlan:
     from attndiag.errors import AttnDiagError
     from attndiag.runs.plan import make_plan
@@ -245,6 +260,7 @@ def _plan(
             comma_names(methods),
             replacements=swaps,
             metrics=comma_names(metrics),
+            params=params,
             edges=None if edges is EdgeChoice.none else edges.value,
             primary=None if pair is None else (pair[0], pair[1]),
             own=own,
@@ -273,12 +289,15 @@ def _measure(
     from attndiag.models.load import load
     from attndiag.runs.comparing import run
     from attndiag.runs.keys import with_ids
+    from attndiag.runs.weights_run import estimate_run
 
     batch = with_ids(batch)
     with progress_bar(quiet=quiet) as bar:
         lm = load(model, progress=bar, **loading)
     scores = given_scores(lm, batch, own)
     remark(f"{counted(len(batch), 'prompt')} on {lm.info.name} ({lm.info.architecture}, {lm.info.device})", quiet=quiet)
+    remark(f"{counted(len(plan.compared.methods), 'method')}; edges: {plan.edge_text}", quiet=quiet)
+    remark(f"memory: {estimate_run(lm, batch)}", quiet=quiet)
     try:
         with progress_bar(quiet=quiet) as bar:
             return run(
@@ -335,6 +354,8 @@ def _facts(run: ComparedRun, page: Path | None, n_skipped: int) -> dict[str, Any
         "failed": run.facts["n_failed"],
         "skipped": n_skipped,
         "blocked": run.blocked,
+        "blocked_by": [asdict(one) for one in blocked_checks(run)],
+        "failed_everywhere": measured_nowhere(run),
         "passed": run.passed,
         "tokens": tables.method_rows(comparison),
         "edges": tables.edge_rows(edges),
@@ -349,13 +370,13 @@ def _facts(run: ComparedRun, page: Path | None, n_skipped: int) -> dict[str, Any
 
 
 def _say_what_is_missing(run: ComparedRun, quiet: bool) -> None:
-    problems = run.comparison.problems.to_dict("records")
+    # what no prompt has is said once, not for each prompt
+    nowhere = run.facts["failed_everywhere"]
+    problems = [row for row in run.comparison.problems.to_dict("records") if row["method"] not in nowhere]
     for row in problems[:5]:
         about = f", {row['method']}" if row["method"] else ""
         remark(f"prompt {row['prompt']}{about}: {row['reason']}", quiet=quiet)
     if len(problems) > 5:
         remark(f"and {len(problems) - 5} more; the table of problems lists them", quiet=quiet)
-    if run.blocked:
-        bad = run.checks[~run.checks["passed"].astype(bool)].groupby("check").size()
-        told = ", ".join(f"{name} on {count} prompts" for name, count in bad.items())
-        remark(f"failed self-checks blocked verdicts: {told}", quiet=quiet)
+    say_measured_nowhere(run, quiet=quiet)
+    say_blocked(run, quiet=quiet)

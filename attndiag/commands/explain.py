@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +12,7 @@ from attndiag.commands import options
 from attndiag.commands.choosing import choose_prompts
 from attndiag.commands.console import FINE, SOME_FAILED, data, data_json, guarded, remark
 from attndiag.commands.progress import progress_bar
+from attndiag.commands.settings import parameters
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -125,7 +125,7 @@ def explain(
     from attndiag.catalog import method_named
 
     entry = method_named(method)
-    params = _parameters(settings or [])
+    params = parameters(settings or [])
     if replacement is not None:
         params["replacement"] = replacement
     if output is not None and output.suffix not in (".csv", ".parquet"):
@@ -267,36 +267,6 @@ def _as_json(label: str, scores: Scores, frame: pd.DataFrame) -> dict[str, Any]:
         "failures": list(scores.failures),
         "rows": frame.drop(columns=["method", "unit"]).to_dict(orient="records"),
     }
-
-
-def _parameters(given: list[str]) -> dict[str, Any]:
-    """`name=value` pairs: numbers, true/false/none, lists of whole numbers or heads, else text as it stands."""
-    found: dict[str, Any] = {}
-    for pair in given:
-        name, separator, value = pair.partition("=")
-        if not separator or not name.isidentifier():
-            raise typer.BadParameter(f"--set {pair!r} is not NAME=VALUE")
-        found[name] = _value(name, value)
-    return found
-
-
-def _value(name: str, value: str) -> Any:
-    if name == "heads":
-        heads = [re.fullmatch(r"L(\d+)H(\d+)", part.strip()) for part in value.split(",")]
-        if not all(heads):
-            raise typer.BadParameter(f"--set heads={value} is not a list such as L23H3,L17H4")
-        return [(int(head[1]), int(head[2])) for head in heads if head]
-    words = {"true": True, "false": False, "none": None}
-    if value.lower() in words and name != "keep":
-        return words[value.lower()]
-    parts = value.split(",")
-    if all(part.strip().lstrip("-").isdigit() for part in parts):
-        numbers = [int(part) for part in parts]
-        return numbers if len(numbers) > 1 or name in ("layers", "queries", "keep") else numbers[0]
-    try:
-        return float(value)
-    except ValueError:
-        return value
 
 
 def _facts(entry: Method) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,8 +11,10 @@ import typer
 from attndiag.commands import options
 from attndiag.commands.choosing import EdgeChoice, comma_names, read_set
 from attndiag.commands.console import FINE, INTERRUPTED, SOME_FAILED, counted, data, data_json, guarded, remark
+from attndiag.commands.endings import blocked_checks, measured_nowhere, say_blocked, say_measured_nowhere
 from attndiag.commands.given_scores import OwnFiles, given_scores, own_files
 from attndiag.commands.progress import progress_bar
+from attndiag.commands.settings import method_parameters
 
 if TYPE_CHECKING:
     from attndiag.prompts import Prompt
@@ -42,6 +45,15 @@ def run(
             panel=COMPARISON,
             metavar="NAME[:draws=N,...]",
             help="How tokens are replaced; give it again for several. sampled:draws=16 by default.",
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        _option(
+            "--set",
+            panel=COMPARISON,
+            metavar="METHOD.NAME=VALUE",
+            help="A parameter of a method, as in integrated_gradients.max_steps=512; give it again for several.",
         ),
     ] = None,
     metrics: Annotated[
@@ -145,6 +157,9 @@ def run(
             "overwrite": overwrite,
         },
     )
+    if settings:
+        # on top of the file's, parameter by parameter
+        chosen = chosen.model_copy(update={"params": method_parameters(settings, chosen.params)})
     # cheap things first: a wrong plan or prompt file should not wait for the model
     batch, n_skipped = _read(chosen, quiet)
     files = own_files(chosen.own)
@@ -243,7 +258,7 @@ def _measure(
             progress=bar,
         )
     remark(f"{counted(len(batch), 'prompt')} on {lm.info.name} ({lm.info.architecture}, {lm.info.device})", quiet=quiet)
-    remark(f"{len(plan.compared.methods)} methods; edges: {plan.edge_text}", quiet=quiet)
+    remark(f"{counted(len(plan.compared.methods), 'method')}; edges: {plan.edge_text}", quiet=quiet)
     remark(f"memory: {estimate_run(lm, batch)}", quiet=quiet)
     try:
         with progress_bar(quiet=quiet) as bar:
@@ -279,6 +294,8 @@ def _finish(run: ComparedRun, *, json: bool, quiet: bool, n_skipped: int) -> Non
                 "failed": facts["n_failed"],
                 "skipped": n_skipped,
                 "blocked": run.blocked,
+                "blocked_by": [asdict(one) for one in blocked_checks(run)],
+                "failed_everywhere": measured_nowhere(run),
                 "passed": run.passed,
                 "seconds": facts["seconds"],
                 "tokens": {
@@ -299,11 +316,9 @@ def _finish(run: ComparedRun, *, json: bool, quiet: bool, n_skipped: int) -> Non
     for row in failed.head(5).itertuples():
         remark(f"prompt {row.prompt}: {row.reason}", quiet=quiet)
     if len(failed) > 5:
-        remark(f"and {len(failed) - 5} more such prompts; tables/problems.csv lists them", quiet=quiet)
-    if run.blocked:
-        bad = run.checks[~run.checks["passed"]].groupby("check").size()
-        told = ", ".join(f"{name} on {count} prompts" for name, count in bad.items())
-        remark(f"failed self-checks blocked verdicts: {told}; tables/checks.csv says why", quiet=quiet)
+        remark(f"and {counted(len(failed) - 5, 'more such prompt')}; tables/problems.csv lists all", quiet=quiet)
+    say_measured_nowhere(run, quiet=quiet)
+    say_blocked(run, quiet=quiet)
     raise typer.Exit(FINE if run.passed and not n_skipped else SOME_FAILED)
 
 

@@ -40,6 +40,7 @@ def kept(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.exit_code == 0, done.output
     assert (folder / "report.html").is_file() and f"page: {folder / 'report.html'}" in done.stdout
     assert "verdicts on tokens" in done.stdout and "verdicts on edges" in done.stdout
+    assert "memory: about" in done.stderr and "2 methods; edges: every edge" in done.stderr
     return folder
 
 

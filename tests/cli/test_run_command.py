@@ -165,7 +165,15 @@ def test_failed_prompts_and_blocked_verdicts_end_with_1(
     blocked = run(*words, "-o", tmp_path / "blocked", "--limit", 3, "--json")
     assert blocked.exit_code == 1
     assert json.loads(blocked.stdout)["blocked"] is True
-    assert "failed self-checks blocked verdicts: scores of input_x_gradient on 3 prompts" in blocked.stderr
+    (reason,) = [one for one in json.loads(blocked.stdout)["blocked_by"] if one["method"] == "input_x_gradient"]
+    assert (reason["prompts"], reason["about"]) == (["p0", "p1", "p2"], ["tokens"])
+    told = blocked.stderr.splitlines()
+    assert (
+        "self-check failed: scores of input_x_gradient, on 3 of 3 prompts (p0, p1, p2); on p0: completeness" in told
+    ), told
+    assert "  blocked: the verdicts on tokens of input_x_gradient on these prompts" in told
+    assert any(line.startswith("  to do: ") and "(--methods weight)" in line for line in told)
+    assert sum(line.startswith("everything else stands: ") for line in told) == 1
 
 
 def test_an_interrupt_says_what_is_kept(
@@ -217,3 +225,42 @@ def test_a_share_without_an_interval_says_so() -> None:
 
     assert _rate(0.25, float("nan"), float("nan")) == "25% right (no interval)"
     assert _rate(0.25, 0.1, 0.4) == "25% right (10% to 40%)"
+
+
+def test_what_no_prompt_has_is_said_with_a_reason(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
+    plan = ["--methods", "weight,weight@L9", "--replacement", "uniform:draws=2", "--metrics", "none", "--edges", "none"]
+    words = ["--prompts", prompts, "-m", tiny_folder, "--limit", 2, *plan]
+    result = run(*words, "--no-heads", "-o", tmp_path / "out")
+    assert result.exit_code == 1, result.output
+    told = [line for line in result.stderr.splitlines() if "weight@L9" in line]
+    assert len(told) == 1 and told[0].startswith("weight@L9 could be measured on no prompt: "), result.stderr
+    assert "the layers with attention weights are [0, 1]" in told[0] and told[0].endswith("(prompt p0)")
+    assert "everything else stands" not in result.stderr
+    compared = CliRunner().invoke(app, ["compare", *map(str, words), "--json"])
+    assert compared.exit_code == 1 and compared.stderr.count("could be measured on no prompt") == 1, compared.output
+    assert "prompt p0, weight@L9" not in compared.stderr
+    facts = json.loads(compared.stdout)
+    assert list(facts["failed_everywhere"]) == ["weight@L9"] and facts["blocked_by"] == [] and not facts["passed"]
+
+
+def test_parameters_of_methods_are_set_on_top_of_a_file(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model: {tiny_folder}\nprompts: {prompts.name}\nmethods: [integrated_gradients]\nmetrics: []\nedges: none\n"
+        "replacements: [mean_embedding]\nheads: false\nlimit: 1\noutput: out\n"
+        "params: {integrated_gradients: {steps: 4, baseline: zero}}\n"
+    )
+    done = run("--config", config, "--set", "integrated_gradients.steps=8", "-q")
+    assert done.exit_code in (0, 1), done.output
+    params = read_compared_run(tmp_path / "out").facts["plan"]["params"]
+    assert params == {"integrated_gradients": {"baseline": "zero", "max_steps": 128, "steps": 8}}
+    for wrong, text in (
+        ("steps=8", "METHOD.NAME=VALUE"),
+        ("saliency.aggregate=norm", "['saliency'], which are not among"),
+        ("flow.steps=8", "flow has no parameter 'steps'; it takes none"),
+        ("integrated_gradients.stpes=8", "did you mean 'steps'?"),
+        ("integratd_gradients.steps=8", "did you mean 'integrated_gradients'"),
+    ):
+        refused = run("--config", config, "--set", wrong, "-m", tmp_path / "no-model")
+        told = " ".join(refused.stderr.replace("\u2502", " ").split())
+        assert refused.exit_code == 2 and text in told, told
