@@ -11,6 +11,7 @@ from attndiag.catalog import explain
 from attndiag.comparison.axis import token_axis
 from attndiag.comparison.methods import PromptMethods
 from attndiag.models.load import LoadedModel
+from attndiag.models.vocabulary import learned_places
 
 pytestmark = pytest.mark.real_model
 
@@ -50,3 +51,23 @@ def test_the_induction_heads_are_those_of_the_long_probe(default_lm: LoadedModel
     assert axis.tokens[int(ranked.argmax())] == " mat"
     run = PromptMethods(default_lm, axis)
     np.testing.assert_allclose(run.scores("induction@L18H6").values, run.scores("weight@L18H6").values, atol=1e-5)
+
+
+def test_rare_tokens_first_is_a_control_with_numbers(default_lm: LoadedModel) -> None:
+    metrics = ["aopc_comprehensiveness", "aopc_sufficiency", "effect_tau"]
+    given = {"target": TARGET, "replacements": ["mean_embedding"], "metrics": metrics, "edges": None, "heads": False}
+    axis = token_axis(default_lm, PROMPT, TARGET)
+    places = learned_places(default_lm.tokenizer, axis.token_ids)
+    found = attndiag.run(default_lm, [PROMPT], ["weight"], own={"places": [places]}, **given).comparison.faithfulness
+    table = found.pivot(index="metric", columns="method", values="value")
+    assert len(table) == len(metrics) and np.isfinite(table["token_frequency"]).all()
+    # the same order given as a method
+    assert table["token_frequency"].tolist() == table["places"].tolist() != table["recency"].tolist()
+    assert found[found.method == "token_frequency"].control.all()
+
+
+def test_names_are_learned_late_and_function_words_early(default_lm: LoadedModel) -> None:
+    axis = token_axis(default_lm, PROMPT, TARGET)
+    placed = dict(zip(axis.tokens, learned_places(default_lm.tokenizer, axis.token_ids), strict=True))
+    late = min(placed[word] for word in (" Mary", " John", " store", " drink"))
+    assert placed[","] == 0 and max(placed[word] for word in (" and", " to", " the", " a")) < late
