@@ -232,9 +232,8 @@ def _show(results: dict[str, Scores], entry: Method, top: int, output: Path | No
         if entry.scope != "token":
             known = frame[frame["value"].notna()]
             frame = known.loc[known["value"].abs().sort_values(ascending=False, kind="stable").index].head(top)
-        data(
-            frame.drop(columns=["method", "unit"]).to_string(index=False, na_rep="-", float_format=lambda x: f"{x:.4g}")
-        )
+        shown = _visible_labels(frame.drop(columns=["method", "unit"]))
+        data(shown.to_string(index=False, na_rep="-", float_format=lambda x: f"{x:.4g}"))
 
 
 def _frame(scores: Scores) -> pd.DataFrame:
@@ -251,6 +250,16 @@ def _frame(scores: Scores) -> pd.DataFrame:
             if values is not None and len(values) == len(frame):
                 frame[name] = values.tolist()
     return frame
+
+
+def _visible_labels(frame: pd.DataFrame) -> pd.DataFrame:
+    """Texts of tokens as pages show them: a piece of a character is no blank, and a line break breaks no row."""
+    from attndiag.reports.token_text import visible
+
+    labels = [name for name in frame if str(name).endswith("_label")]
+    return frame.assign(
+        **{name: [visible(one) if isinstance(one, str) else one for one in frame[name]] for name in labels}
+    )
 
 
 def _as_json(label: str, scores: Scores, frame: pd.DataFrame) -> dict[str, Any]:

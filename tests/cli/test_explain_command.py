@@ -178,3 +178,15 @@ def test_methods_are_listed_without_torch() -> None:
     code = "import sys; sys.argv = ['attndiag', 'methods']\nfrom attndiag.cli import main\ntry:\n    main()\n"
     code += "except SystemExit as stop:\n    assert not stop.code\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+
+
+def test_pieces_of_a_character_and_line_breaks_are_shown(tiny_folder: Path) -> None:
+    words = ["a🎉\n b", "--method", "input_x_gradient"]
+    done = explain(tiny_folder, *words)
+    assert done.exit_code == 0, done.output
+    # the first of the four bytes shows the character, the others that they have no text of their own
+    labels = [line.split()[1] for line in done.stdout.splitlines()[2:]]
+    assert labels == ["a", "🎉", "∅", "∅", "∅", "⏎", "·", "b"]
+    # files and JSON keep the texts as they are
+    rows = json.loads(explain(tiny_folder, *words, "--json").stdout)[0]["rows"]
+    assert [row["position_label"] for row in rows] == ["a", "🎉", "", "", "", "\n", " ", "b"]
