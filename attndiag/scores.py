@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from attndiag.prompts import Target
 
 Sign = Literal["signed", "non-negative"]
+# axes whose entries are tokens
+_POSITIONS = ("position", "query_pos", "key_pos")
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,20 +85,59 @@ class Scores:
         values = self.values.detach().cpu()
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
-    def to_frame(self) -> pd.DataFrame:
-        """Tidy table: one row per entry, one column per axis, `<axis>_label` where labelled, `value`, `unit`."""
+    def to_frame(self, *, tokens: Sequence[str] | Sequence[Sequence[str]] | None = None) -> pd.DataFrame:
+        """Tidy table: one row per entry, one column per axis, `<axis>_label` where labelled, `value`, `unit`.
+
+        Scores that were made from a prompt carry the texts of its tokens as labels of their positions. Those of a
+        captured call do not: a call sees vectors, not texts.
+
+        Parameters
+        ----------
+        tokens : texts of the tokens, of one prompt or of each prompt of the batch (`lm.encode(prompts).tokens`). They
+            label the axes `position`, `query_pos` and `key_pos` that have no labels and as many entries.
+
+        Returns
+        -------
+        Columns in the order of the axes, each with its labels beside it, then `value`, `method`, `unit`.
+
+        Raises
+        ------
+        ShapeError : there is no such axis, or another number of prompts.
+        """
         import pandas as pd
 
         array = self.numpy()
         grid = np.indices(array.shape).reshape(array.ndim, -1)
         columns: dict[str, Any] = {}
+        texts, named = self._texts(tokens)
+        # of which prompt each entry is
+        rows = grid[self.axes.index("batch")] if "batch" in self.axes else np.zeros(grid.shape[1], dtype=np.int64)
         for axis, index in zip(self.axes, grid, strict=True):
             columns[axis] = index
             if axis in self.labels:
                 columns[f"{axis}_label"] = np.asarray(list(self.labels[axis]), dtype=object)[index]
+            elif axis in named:
+                columns[f"{axis}_label"] = texts[rows, index]
         columns["value"] = array.reshape(-1)
         frame = pd.DataFrame(columns)
         return frame.assign(method=self.method, unit=self.unit)
+
+    def _texts(self, tokens: Sequence[str] | Sequence[Sequence[str]] | None) -> tuple[np.ndarray, tuple[str, ...]]:
+        """Texts [prompt, position], and the axes that they label."""
+        if tokens is None:
+            return np.empty((0, 0), dtype=object), ()
+        given = [list(row) for row in ([tokens] if all(isinstance(one, str) for one in tokens) else tokens)]
+        prompts = self.values.shape[self.axes.index("batch")] if "batch" in self.axes else 1
+        lengths = sorted({len(row) for row in given})
+        sizes = dict(zip(self.axes, self.values.shape, strict=True))
+        free = {axis: sizes[axis] for axis in _POSITIONS if axis in sizes and axis not in self.labels}
+        named = tuple(axis for axis, size in free.items() if lengths == [size])
+        if len(given) != prompts or not named:
+            raise ShapeError(
+                f"tokens has rows: {len(given)}, texts in a row: {lengths}; expected rows: {prompts} (prompts), texts: as "
+                f"many as an axis of positions without labels has entries ({free or 'there is none'})"
+            )
+        return np.array(given, dtype=object).reshape(len(given), -1), named
 
     def __repr__(self) -> str:
         shape = ", ".join(f"{a}={s}" for a, s in zip(self.axes, self.values.shape, strict=True))
