@@ -38,7 +38,7 @@ class Comparison:
     agreement : one row a prompt, pair of methods and measure, with its null.
     agreement_summary : one row a pair and measure, undefined ones counted.
     faithfulness : one row a prompt, method and metric; controls among them.
-    differences : paired differences of methods by metric, corrected by Holm within the metric.
+    differences : paired differences of methods by metric and unit, corrected by Holm within these.
     verdicts : one row a prompt, method and token.
     methods : one row a method: its verdict over the prompt set, counts, circularity. The row of the replacement that
         gave the evidence is the `ceiling`, what a method can at best reach: it is wrong only on prompts of which every
@@ -245,28 +245,29 @@ def _agreement_summary(results: Sequence[PromptResult]) -> list[dict[str, Any]]:
 
 
 def _differences(results: Sequence[PromptResult], plan: Plan, primary: tuple[str, str] | None) -> list[dict[str, Any]]:
-    """Each method against the random orders, and the primary pair, by metric."""
-    cells: dict[str, dict[str, dict[int, float]]] = {}
-    facts: dict[str, tuple[str, str]] = {}
+    """Each method against the random orders, and the primary pair, by metric and unit: logits and nats have no mean."""
+    cells: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
+    directions: dict[str, str] = {}
     circular: set[tuple[str, str]] = set()
     for index, one in enumerate(results):
         for row in one.faithfulness:
-            cells.setdefault(row["metric"], {}).setdefault(row["method"], {})[index] = row["value"]
-            facts[row["metric"]] = (row["direction"], row["unit"])
+            cells.setdefault((row["metric"], row["unit"]), {}).setdefault(row["method"], {})[index] = row["value"]
+            directions[row["metric"]] = row["direction"]
             if row["circular"]:
                 circular.add((row["metric"], row["method"]))
     rows: list[dict[str, Any]] = []
-    for metric, by_method in cells.items():
-        values = {
-            name: np.array([found.get(index, np.nan) for index in range(len(results))])
-            for name, found in by_method.items()
-        }
+    clusters = _clusters(results)
+    for (metric, unit), by_method in cells.items():
+        # prompts of another unit are not undefined here: they are asked elsewhere
+        here = sorted(set().union(*by_method.values()))
+        values = {name: np.array([found.get(index, np.nan) for index in here]) for name, found in by_method.items()}
         declared = [(name, RANDOM) for name in values if name not in CONTROLS]
         main = primary if primary is not None and set(primary) <= set(values) else None
         declared = ([main] if main else []) + declared
         if not declared:
             continue
-        for found in compare_pairs(values, _clusters(results), declared=declared, primary=main, seed=plan.seed):
+        behind = [clusters[index] for index in here]
+        for found in compare_pairs(values, behind, declared=declared, primary=main, seed=plan.seed):
             rows.append(
                 {
                     "metric": metric,
@@ -277,8 +278,8 @@ def _differences(results: Sequence[PromptResult], plan: Plan, primary: tuple[str
                     "high": found.difference.high,
                     "p": found.test.p,
                     "p_holm": found.p_holm,
-                    "direction": facts[metric][0],
-                    "unit": facts[metric][1],
+                    "direction": directions[metric],
+                    "unit": unit,
                     "clusters": found.difference.n_clusters,
                     "enough_clusters": found.enough_clusters,
                     "undefined_share": found.difference.undefined_share,

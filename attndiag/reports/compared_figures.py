@@ -152,7 +152,9 @@ def draw_faithfulness(groups: Sequence[tuple[str, Sequence[Row]]]) -> Figure:
         axis.grid(True, axis="x")
         # the replacement, which is part of the name, on a line of its own
         name, bracket, rest = visible(metric, mark_spaces=False).partition("[")
-        title = name.replace("_", " ") + (f"\n{bracket}{shortened(rest, 34)}" if bracket else "")
+        # the same metric in another unit is another panel, over other prompts
+        apart = f", {rows[0]['prompts']} prompts" if sum(one == metric for one, _ in shown) > 1 else ""
+        title = name.replace("_", " ") + apart + (f"\n{bracket}{shortened(rest, 34)}" if bracket else "")
         axis.set_title(title.replace("$", r"\$"), fontsize=7.5)
         unit = rows[0]["unit"]
         arrow = "right is better" if better == "higher" else "left is better"
@@ -285,7 +287,7 @@ def draw_score_against_effect(
         bar.outline.set_visible(False)  # type: ignore[operator]
     left.axhline(0, color=MUTED, lw=0.8)
     left.set_xlabel(score.replace("_", " "))
-    left.set_ylabel(f"{effect.replace('_', ' ')} ({unit})")
+    left.set_ylabel(f"{effect.partition('[')[0].replace('_', ' ')} ({unit})")
     left.set_title("What a head looks like, what it is worth")
     left.grid(True)
     for (name, counts), (colour, marker, line) in zip(by_layer.items(), _LINES, strict=False):

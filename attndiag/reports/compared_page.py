@@ -110,7 +110,7 @@ def page(
         heads_left_out=max(0, len(heads) - tables.HEADS_SHOWN),
         heads_text=_heads_text(run),
         edge_methods=list(edges.judged) if edges is not None else [],
-        probe_columns=_probe_columns(heads, run.heads),
+        probe_columns=_probe_columns(heads, run),
         verdicts=VERDICTS,
         verdict_text=verdict_text(run),
         token_methods=tables.method_rows(comparison),
@@ -184,18 +184,22 @@ def figures_of(run: ComparedRun) -> dict[str, Drawn]:
             "Heat maps, layers by heads: how often each method misleads",
             lambda: drawing.draw_head_maps(heads, names[:3]),
         )
-    effect = _effect_column(heads)
+    effect = _effect_column(heads, run)
     if effect is not None:
         method = next(iter(edges.judged), "weight") if edges is not None else "weight"
-        what = "the mean effect of the whole head" if effect == "head_effect" else "the mean size of its edges' effects"
+        whole = effect["name"].startswith("head_effect")
+        what = "the mean effect of the whole head" if whole else "the mean size of its edges' effects"
+        units = tables.units_of(edges)
+        over = f" ({effect['unit']}, over the {units[effect['unit']]} prompts that have it)" if len(units) > 1 else ""
         by_layer = {} if edges is None else {name: tables.rate_by_layer(edges, name) for name in edges.judged}
-        unit = next(one["unit"] for one in _probe_columns(heads, run.heads) if one["name"] == effect)
         found["compared_head_scores"] = Drawn(
             "Induction score against effect",
-            f"Left, one dot a head: prefix-matching score, {what}, and how often the method misleads there. Right: "
-            "share of the decided rows (a head on a prompt) of each layer on which a method misleads.",
+            f"Left, one dot a head: prefix-matching score, {what}{over}, and how often the method misleads there. "
+            "Right: share of the decided rows (a head on a prompt) of each layer on which a method misleads.",
             "Scatter of heads: prefix-matching score against effect; share of misleading rows by layer",
-            lambda: drawing.draw_score_against_effect(heads, method, (_SCORE, effect, unit), by_layer),
+            lambda: drawing.draw_score_against_effect(
+                heads, method, (_SCORE, effect["name"], effect["unit"]), by_layer
+            ),
         )
     counts = tables.level_counts(comparison, edges)
     if counts:
@@ -260,11 +264,20 @@ def _heads_text(run: ComparedRun) -> str:
         if share < 1
         else ""
     )
+    units = tables.units_of(run.edges)
+    mixed = (
+        " Effects have a mean within one unit only: "
+        + ", ".join(f"{count} prompts in {unit}" for unit, count in units.items())
+        + "."
+        if len(units) > 1
+        else ""
+    )
     return (
         "Each row is one head of one layer at the query where the target is read; its items are the keys. A head "
         "misleads on a prompt when most of the method's mass is on keys without effect, or most of the effect on keys "
         "with a low score. A head can score high on a probe and be worth nothing, because others do the same."
         + screened
+        + mixed
     )
 
 
@@ -310,21 +323,32 @@ def _outside(cell: tables.Cell) -> bool:
     return math.isfinite(cell.low) and not cell.low <= cell.value <= cell.high
 
 
-def _probe_columns(heads: Sequence[Row], frame: pd.DataFrame | None) -> list[Row]:
-    unit = "" if frame is None or "unit" not in frame or frame.empty else str(frame["unit"].iloc[0])
-    return [
-        {"name": name, "title": title, "unit": unit if of_target is None else of_target}
-        for name, title, of_target in _PROBES
-        if any(_number(row["probes"].get(name)) for row in heads)
-    ]
+def _probe_columns(heads: Sequence[Row], run: ComparedRun) -> list[Row]:
+    """What of `_PROBES` was measured; effects in several units as one column each."""
+    units = tables.units_of(run.edges)
+    found: list[Row] = []
+    for name, title, fixed_unit in _PROBES:
+        if fixed_unit is not None:
+            found.append({"name": name, "title": title, "unit": fixed_unit})
+            continue
+        for unit in units or {"": 0}:
+            own = f"{name}[{unit}]" if len(units) > 1 else name
+            found.append({"name": own, "title": title, "unit": unit})
+    return [one for one in found if any(_number(row["probes"].get(one["name"])) for row in heads)]
 
 
-def _effect_column(heads: Sequence[Row]) -> str | None:
-    """What a head is worth, where probes scored it too: the whole head's effect, else that of its edges."""
+def _effect_column(heads: Sequence[Row], run: ComparedRun) -> Row | None:
+    """What a head is worth, where probes scored it too: the whole head's effect, else that of its edges.
+
+    Of several units, the one that most prompts have.
+    """
+    columns = _probe_columns(heads, run)
     both = (
-        name
-        for name in _EFFECTS
-        if any(_number(row["probes"].get(name)) and _number(row["probes"].get(_SCORE)) for row in heads)
+        column
+        for effect in _EFFECTS
+        for column in columns
+        if column["name"].partition("[")[0] == effect
+        and any(_number(row["probes"].get(column["name"])) and _number(row["probes"].get(_SCORE)) for row in heads)
     )
     return next(both, None)
 

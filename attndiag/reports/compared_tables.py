@@ -6,6 +6,7 @@ Nothing is measured here. What is undefined stays nan or None and is counted; th
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -128,14 +129,20 @@ def agreement_rows(comparison: Comparison) -> list[Row]:
 
 
 def faithfulness_rows(comparison: Comparison) -> list[tuple[str, list[Row]]]:
-    """By metric: one row a method with its mean over prompts and its paired difference to the random orders."""
+    """By metric and unit: one row a method with its mean over prompts and its paired difference to random orders.
+
+    Prompts with targets of different kinds have values in different units; there is no mean over both.
+    """
     frame = comparison.faithfulness
     if frame.empty:
         return []
     differences = comparison.differences
-    paired = {} if differences.empty else {(r["metric"], r["first"], r["second"]): r for r in _records(differences)}
+    paired = {} if differences.empty else {
+        (r["metric"], r["unit"], r["first"], r["second"]): r for r in _records(differences)
+    }  # fmt: skip
     groups: list[tuple[str, list[Row]]] = []
-    for metric, of_metric in frame.groupby("metric", sort=False):
+    for _, of_metric in frame.groupby(["metric", "unit"], sort=False):
+        metric, unit = of_metric["metric"].iloc[0], of_metric["unit"].iloc[0]
         rows: list[Row] = []
         for method, found in of_metric.groupby("method", sort=False):
             first = found.iloc[0]
@@ -146,22 +153,23 @@ def faithfulness_rows(comparison: Comparison) -> list[tuple[str, list[Row]]]:
                     "prompts": len(found),
                     "undefined": int(found["value"].isna().sum()),
                     "direction": first["direction"],
-                    # prompts may have targets of different kinds
-                    "unit": " or ".join(sorted(set(found["unit"]))),
+                    "unit": str(unit),
                     "control": bool(first["control"]),
                     "circular": bool(found["circular"].any()),
                     "range": (float(found["low"].mean()), float(found["high"].mean())),
-                    "paired": paired.get((metric, method, RANDOM)),
+                    "paired": paired.get((metric, unit, method, RANDOM)),
                 }
             )
         # methods, then the ceiling, then the controls
         rows.sort(key=lambda row: (row["control"], row["circular"]))
         groups.append((str(metric), rows))
-    return groups
+    # the units of one metric beside each other
+    order = list(dict.fromkeys(metric for metric, _ in groups))
+    return sorted(groups, key=lambda group: order.index(group[0]))
 
 
 def primary_rows(comparison: Comparison) -> list[Row]:
-    """The declared main comparison, one row a metric; empty where none was declared."""
+    """The declared main comparison, one row a metric and unit; empty where none was declared."""
     frame = comparison.differences
     return [] if frame.empty else _records(frame[frame["primary"].astype(bool)])
 
@@ -189,6 +197,14 @@ def level_counts(comparison: Comparison, edges: EdgeVerdicts | None) -> list[Row
         counts = edges.head_rows(name)["verdict"].value_counts()
         rows.append({"level": "head", "method": name, "ceiling": False, **{v: int(counts.get(v, 0)) for v in VERDICTS}})
     return rows
+
+
+def units_of(edges: EdgeVerdicts | None) -> dict[str, int]:
+    """Units of the effects on edges and how many prompts have each, the most frequent first."""
+    if edges is None:
+        return {}
+    prompts = {prompt: unit for (prompt, *_), unit in zip(edges.rows, edges.units, strict=True)}
+    return dict(Counter(prompts.values()).most_common())
 
 
 def head_rows(edges: EdgeVerdicts | None, heads: pd.DataFrame | None) -> list[Row]:

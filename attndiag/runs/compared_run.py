@@ -48,7 +48,8 @@ class ComparedRun:
     heads : one row a head: `layer`, `head`, `prompts`; by edge method `<method>_agree`, `<method>_disagree`,
         `<method>_inconclusive`, `<method>_undefined` (prompts) and `<method>_misleads` (disagree / (agree +
         disagree)); `mean_edge_effect` (mean size over prompts and keys, in `unit`), `largest_edge_effect`,
-        `head_effect` and `mean_head_effect_size` (deep runs); `prefix_matching_score`, `previous_token_score`,
+        `head_effect` and `mean_head_effect_size` (deep runs), in a run with targets of several units `<name>[<unit>]`
+        for each of them; `prefix_matching_score`, `previous_token_score`,
         `sink_mass` with `_low`, `_high`, `_baseline` beside them. nan where not measured. None without any of it.
     tokens : one row a token: `prompt`, `pos`, `token_id`, `text`, `char_start`, `char_end`, `is_special`.
     timings : one row a prompt and work: `prompt` (None for the model's own), `work`, `seconds`.
@@ -271,6 +272,7 @@ def _heads(edges: EdgeVerdicts | None, model: ModelWork) -> pd.DataFrame | None:
 
 
 def _measured_heads(edges: EdgeVerdicts) -> pd.DataFrame:
+    """One row a head; with targets of several units, each unit's effects in columns of their own, `name[unit]`."""
     import pandas as pd
 
     size = np.abs(edges.effects)
@@ -278,6 +280,7 @@ def _measured_heads(edges: EdgeVerdicts) -> pd.DataFrame:
         {
             "layer": [layer for _, _, layer, _ in edges.rows],
             "head": [head for _, _, _, head in edges.rows],
+            "unit": list(edges.units),
             "edges": np.isfinite(size).sum(axis=1),
             "total": np.nansum(size, axis=1),
             "largest": np.where(np.isfinite(size).any(axis=1), np.nanmax(np.nan_to_num(size, nan=0.0), axis=1), np.nan),
@@ -285,16 +288,22 @@ def _measured_heads(edges: EdgeVerdicts) -> pd.DataFrame:
         }
     )
     frame["head_size"] = frame["head_effect"].abs()
-    grouped = frame.groupby(["layer", "head"], as_index=False)
-    table = grouped.agg(
-        prompts=("edges", "size"),
-        edges_measured=("edges", "sum"),
-        total=("total", "sum"),
-        largest_edge_effect=("largest", "max"),
-        head_effect=("head_effect", "mean"),
-        mean_head_effect_size=("head_size", "mean"),
-    )
+    place = ["layer", "head"]
+    table = frame.groupby(place, as_index=False).agg(prompts=("edges", "size"), edges_measured=("edges", "sum"))
     units = sorted(set(edges.units))
-    table["mean_edge_effect"] = table["total"] / table["edges_measured"].where(table["edges_measured"] > 0)
+    for unit in units:
+        of_unit = frame[frame["unit"] == unit].groupby(place, as_index=False)
+        effects = of_unit.agg(
+            edges=("edges", "sum"),
+            total=("total", "sum"),
+            largest_edge_effect=("largest", "max"),
+            head_effect=("head_effect", "mean"),
+            mean_head_effect_size=("head_size", "mean"),
+        )
+        effects["mean_edge_effect"] = effects["total"] / effects["edges"].where(effects["edges"] > 0)
+        effects = effects.drop(columns=["edges", "total"])
+        if len(units) > 1:
+            effects = effects.rename(columns={name: f"{name}[{unit}]" for name in effects if name not in place})
+        table = table.merge(effects, on=place, how="left")
     table["unit"] = units[0] if len(units) == 1 else "mixed: " + ", ".join(units)
-    return table.drop(columns="total")
+    return table

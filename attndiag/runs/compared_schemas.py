@@ -223,7 +223,7 @@ _SCHEMAS = (
     ),
     TableSchema(
         "differences",
-        "paired differences of methods over the prompts, by metric, corrected by Holm within the metric",
+        "paired differences of methods over the prompts of one unit, by metric, corrected by Holm within both",
         (
             _RUN,
             Column("metric", "string", "as in `faithfulness`"),

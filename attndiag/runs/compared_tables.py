@@ -149,8 +149,10 @@ def _head_rows(run: ComparedRun) -> list[dict[str, Any]]:
         for name, value in one.items():
             if name in ("layer", "head", "unit"):
                 continue
-            unit = next((unit for part, unit in _HEAD_UNITS.items() if part in str(name).split("_")), "")
-            unit = one.get("unit") if unit == "target" else unit
+            # effects in several units have it in their names, see `ComparedRun.heads`
+            bare, _, own = str(name).partition("[")
+            unit = next((unit for part, unit in _HEAD_UNITS.items() if part in bare.split("_")), "")
+            unit = (own.rstrip("]") or one.get("unit")) if unit == "target" else unit
             rows.append({"layer": one["layer"], "head": one["head"], "measure": name, "unit": unit, "value": value})
     return rows
 

@@ -16,7 +16,7 @@ import pytest
 import attndiag
 from attndiag.errors import AttnDiagError
 from attndiag.models.load import LoadedModel
-from attndiag.prompts import Prompt
+from attndiag.prompts import Prompt, Target
 from attndiag.reports import compared_tables as tables
 from attndiag.reports import compared_words as words
 from attndiag.reports.compared import Compared, compare
@@ -123,13 +123,87 @@ def test_faithfulness_on_the_page_is_that_of_the_frames(kept: ComparedRun) -> No
     for metric, rows in tables.faithfulness_rows(kept.comparison):
         assert "[uniform(" in metric
         for row in rows:
-            mine = frame[(frame.metric == metric) & (frame.method == row["method"])]
+            mine = frame[(frame.metric == metric) & (frame.method == row["method"]) & (frame.unit == row["unit"])]
             assert row["mean"] == pytest.approx(mine.value.mean()) and row["circular"] == mine.circular.any()
         weight = next(row for row in rows if row["method"] == "weight")
-        found = paired[(paired.metric == metric) & (paired["first"] == "weight") & (paired.second == "random")].iloc[0]
+        here = paired[(paired.metric == metric) & (paired.unit == weight["unit"]) & (paired.second == "random")]
+        found = here[here["first"] == "weight"].iloc[0]
         assert weight["paired"]["difference"] == found.difference
-        assert f"weight {number(weight['mean'])} {number(found.difference)} {fixed(found.low)} to" in text
+        # one cluster alone has no interval
+        low = f"{fixed(found.low)} to" if found.clusters > 1 else "undefined"
+        assert f"weight {number(weight['mean'])} {number(found.difference)} {low}" in text
         assert [row["control"] for row in rows] == sorted(row["control"] for row in rows)
+
+
+@pytest.fixture(scope="module")
+def mixed(lm: LoadedModel) -> ComparedRun:
+    """Two prompts with a target in logits, three in nats."""
+    texts = [
+        "Mary and John went to",
+        "John gave a drink to",
+        "the store and Mary went",
+        "a drink to John",
+        "went to the",
+    ]
+    prompts = [Prompt(text, id=f"p{i}", cluster=f"c{i}") for i, text in enumerate(texts)]
+    targets = [Target.logit(" Mary")] * 2 + [Target.logprob(" Mary")] * 3
+    plan = {**PLAN, "replacements": ["uniform:draws=3"], "edges": "auto"}
+    return run(lm, prompts, **plan, target=targets)
+
+
+def test_means_of_effects_stay_within_one_unit(mixed: ComparedRun) -> None:
+    units = dict(zip(mixed.comparison.prompts.prompt, mixed.comparison.prompts.unit, strict=True))
+    assert list(units.values()) == ["logits"] * 2 + ["nats"] * 3
+    frame, paired = mixed.comparison.faithfulness, mixed.comparison.differences
+    groups = [(metric.partition("[")[0], rows) for metric, rows in tables.faithfulness_rows(mixed.comparison)]
+    assert [(metric, rows[0]["unit"], rows[0]["prompts"]) for metric, rows in groups] == [
+        ("aopc_comprehensiveness", "logits", 2), ("aopc_comprehensiveness", "nats", 3), ("effect_tau", "1", 5),
+    ]  # fmt: skip
+    for metric, rows in groups:
+        for row in rows:
+            mine = frame[frame.metric.str.startswith(metric) & (frame.method == row["method"])]
+            mine = mine[mine.unit == row["unit"]].set_index("prompt").value
+            assert row["mean"] == pytest.approx(mine.mean(), nan_ok=True)
+            if row["method"] != "weight":
+                continue
+            other = frame[
+                frame.metric.str.startswith(metric) & (frame.method == "random") & (frame.unit == row["unit"])
+            ]
+            difference = (mine - other.set_index("prompt").value).mean()
+            assert row["paired"]["difference"] == pytest.approx(difference)
+            assert row["paired"]["clusters"] == row["prompts"] and row["paired"]["undefined_share"] == 0
+    assert not paired.duplicated(["metric", "unit", "first", "second"]).any()
+    assert len(paired[paired.primary]) == 3
+    # heads: by hand, prompt by prompt
+    assert mixed.edges is not None and mixed.heads is not None
+    assert tables.units_of(mixed.edges) == {"nats": 3, "logits": 2}
+    assert "mean_edge_effect" not in mixed.heads
+    for unit in ("logits", "nats"):
+        sizes = [
+            np.abs(effects[np.isfinite(effects)])
+            for (prompt, _, layer, head), effects in zip(mixed.edges.rows, mixed.edges.effects, strict=True)
+            if (layer, head) == (1, 2) and units[prompt] == unit
+        ]
+        row = mixed.heads.set_index(["layer", "head"]).loc[(1, 2)]
+        assert row[f"mean_edge_effect[{unit}]"] == pytest.approx(np.concatenate(sizes).mean())
+        assert row[f"largest_edge_effect[{unit}]"] == pytest.approx(np.concatenate(sizes).max())
+    text = text_of(plain(mixed))
+    assert "in logits, over 2 prompts." in text and "in nats, over 3 prompts." in text
+    assert "Effects have a mean within one unit only: 3 prompts in nats, 2 prompts in logits." in text
+    assert "largest of them logits" in text and "largest of them nats" in text
+    assert " or nats" not in text and "nats or" not in text
+    figure = Compared(mixed).figures["compared_faithfulness"].draw()
+    titles = [axis.get_title().partition("\n")[0] for axis in figure.axes]
+    assert titles[:3] == ["aopc comprehensiveness, 2 prompts", "aopc comprehensiveness, 3 prompts", "effect tau"]
+
+
+def test_the_long_table_of_heads_has_the_unit_of_each_number(mixed: ComparedRun) -> None:
+    from attndiag.runs.compared_tables import tidy_tables
+
+    rows = tidy_tables(mixed)["heads"].to_pandas()
+    told = rows[rows.measure.str.startswith("mean_edge_effect")].groupby("measure").unit.unique()
+    want = {"mean_edge_effect[logits]": ["logits"], "mean_edge_effect[nats]": ["nats"]}
+    assert {name: list(units) for name, units in told.items()} == want
 
 
 def test_verdict_counts_by_level_are_those_of_the_verdicts(kept: ComparedRun) -> None:
@@ -172,7 +246,7 @@ def test_heads_carry_how_often_they_mislead_with_an_exact_interval(kept: Compare
     for row in tables.head_rows(kept.edges, kept.heads):
         found, want = row["by_method"]["weight"], frame.loc[(row["layer"], row["head"])]
         assert (found["wrong"], found["decided"]) == (want.disagree, want.agree + want.disagree)
-        assert row["probes"]["largest_edge_effect"] > 0
+        assert any(row["probes"][f"largest_edge_effect[{unit}]"] > 0 for unit in ("logits", "nats"))
     low, high = tables.binomial_interval(4, 4)
     assert (low, high) == (pytest.approx(0.025**0.25), 1.0)
     assert np.isnan(tables.binomial_interval(0, 0)).all()
