@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attndiag.catalog import explain
+    from attndiag.comparison.edges import edge_verdicts
     from attndiag.comparison.own_scores import read_own_scores
+    from attndiag.errors import AttnDiagError
     from attndiag.explanations.attention_card import card
     from attndiag.explanations.audit_run import audit
     from attndiag.explanations.contributions import contributions
@@ -41,8 +43,9 @@ if TYPE_CHECKING:
     from attndiag.reports.page import report
     from attndiag.runs.compared_run import read_compared_run
     from attndiag.runs.comparing import run
-    from attndiag.runs.prompt_files import read_prompts
+    from attndiag.runs.prompt_files import read_prompts, shipped_prompts
     from attndiag.scores import Scores
+    from attndiag.stats.verdicts import Thresholds
 
 __version__ = "0.1.0"
 
@@ -50,6 +53,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Adapter": "attndiag.hooks.adapters",
     "AttentionOff": "attndiag.hooks.edit_kinds",
+    "AttnDiagError": "attndiag.errors",
     "HeadAblation": "attndiag.hooks.edit_kinds",
     "Knockout": "attndiag.hooks.edit_kinds",
     "MeanValue": "attndiag.hooks.edit_kinds",
@@ -59,6 +63,7 @@ _HOME = {
     "Replacement": "attndiag.explanations.replacement",
     "Scores": "attndiag.scores",
     "Target": "attndiag.prompts",
+    "Thresholds": "attndiag.stats.verdicts",
     "ValueZeroing": "attndiag.hooks.edit_kinds",
     "audit": "attndiag.explanations.audit_run",
     "capture": "attndiag.hooks.capture_context",
@@ -66,6 +71,7 @@ _HOME = {
     "card": "attndiag.explanations.attention_card",
     "contributions": "attndiag.explanations.contributions",
     "edge_effects": "attndiag.explanations.edge_truth",
+    "edge_verdicts": "attndiag.comparison.edges",
     "edit": "attndiag.hooks.edits",
     "explain": "attndiag.catalog",
     "heads": "attndiag.explanations.head_scores",
@@ -79,12 +85,14 @@ _HOME = {
     "report": "attndiag.reports.page",
     "run": "attndiag.runs.comparing",
     "score": "attndiag.explanations.target",
+    "shipped_prompts": "attndiag.runs.prompt_files",
     "top_contributions": "attndiag.explanations.top_contributions",
 }
 
 __all__ = [
     "Adapter",
     "AttentionOff",
+    "AttnDiagError",
     "HeadAblation",
     "Knockout",
     "MeanValue",
@@ -94,6 +102,7 @@ __all__ = [
     "Replacement",
     "Scores",
     "Target",
+    "Thresholds",
     "ValueZeroing",
     "__version__",
     "audit",
@@ -102,6 +111,7 @@ __all__ = [
     "compare",
     "contributions",
     "edge_effects",
+    "edge_verdicts",
     "edit",
     "explain",
     "heads",
@@ -115,6 +125,7 @@ __all__ = [
     "report",
     "run",
     "score",
+    "shipped_prompts",
     "top_contributions",
 ]
 

@@ -134,8 +134,8 @@ class Scores:
         named = tuple(axis for axis, size in free.items() if lengths == [size])
         if len(given) != prompts or not named:
             raise ShapeError(
-                f"tokens has rows: {len(given)}, texts in a row: {lengths}; expected rows: {prompts} (prompts), texts: as "
-                f"many as an axis of positions without labels has entries ({free or 'there is none'})"
+                f"tokens has rows: {len(given)}, texts in a row: {lengths}; expected rows: {prompts} (prompts), texts: "
+                f"as many as an axis of positions without labels has entries ({free or 'there is none'})"
             )
         return np.array(given, dtype=object).reshape(len(given), -1), named
 
