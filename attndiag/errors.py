@@ -51,5 +51,9 @@ class RunFolderError(AttnDiagError):
     """An output folder cannot be written, is full, or holds something else."""
 
 
+class WorkerError(AttnDiagError):
+    """A process that measured prompts for a run ended by itself; what was done is kept."""
+
+
 class UndefinedScoreWarning(UserWarning):
     """A number is undefined for this input and was returned as nan."""

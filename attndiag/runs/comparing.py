@@ -8,8 +8,8 @@ not measured again. Without an output folder everything stays in memory; the tab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ from attndiag.runs.keys import digest, model_identity, package_versions, prompt_
 from attndiag.runs.plan import RunPlan, make_plan
 from attndiag.runs.result_files import ModelWork, PromptWork
 from attndiag.runs.work import measure_model, measure_prompt
+from attndiag.runs.workers import Job, measured, require_workers
 from attndiag.stats.verdicts import Thresholds
 
 Progress = Callable[[str, int, int], None]
@@ -72,6 +73,7 @@ def run(
     output: str | Path | None = None,
     overwrite: bool = False,
     limit: int | None = None,
+    workers: int = 1,
     seed: int = 0,
     about: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -96,6 +98,8 @@ def run(
         fewer prompts or in another order (of prompts with ids: those without are named by their place).
     overwrite : replace a run with another plan.
     limit : take the first prompts only.
+    workers : processes of one thread each that measure prompts of a model on the CPU; 1 measures here, with the threads
+        that torch has. A script that asks for more must guard its own start by `if __name__ == "__main__":`.
     about : more facts for the row of the run (`prompt_file`, `n_skipped`, ...).
     progress : called with (what is being done, prompts done, prompts in all).
     remark : called with what a person should know: results that were found, or found broken.
@@ -107,7 +111,9 @@ def run(
     PromptError : no prompts, or two of one id.
     RunFolderError : the folder holds another plan or something else, is in use, full or not writable. What was
         measured before stays.
+    WorkerError : a worker ended by itself. What was measured before stays.
     """
+    require_workers(lm, workers)
     if plan is None:
         plan = make_plan(
             methods,
@@ -133,7 +139,7 @@ def run(
         for prompt, each, mine in zip(batch, targets, scores, strict=False)
     ]
     model_key = digest({"model": identity.model, "seed": plan.seed, "heads": plan.heads, "version": identity.version})
-    facts = run_facts(lm, identity, plan, keys) | dict(about or {})
+    facts = run_facts(lm, identity, plan, keys, workers=workers) | dict(about or {})
     say = remark or (lambda _text: None)
     place = nullcontext(None) if output is None else ComparedFolder.begin(output, identity, overwrite=overwrite)
     with place as folder:
@@ -162,21 +168,23 @@ def run(
         if callback is not None:
             callback.on_start(facts, len(works), len(batch))
         model = _model(lm, plan, folder, model_key, progress)
-        for prompt, each, mine, key in zip(batch, targets, scores, keys, strict=False):
-            if key in works:
-                continue
-            if progress is not None:
-                progress("measuring", len(works), len(batch))
-            work = measure_prompt(
-                lm, prompt, plan, target=each if target is not None else None, own=mine, signed=signed
-            )
-            if folder is not None:
-                folder.keep(key, key, work)
-            works[key] = work
-            if callback is not None:
-                callback.on_prompt(work, len(works), len(batch))
+        jobs = {
+            key: Job(prompt, each if target is not None else None, mine, signed)
+            for prompt, each, mine, key in zip(batch, targets, scores, keys, strict=False)
+            if key not in works
+        }
         if progress is not None:
-            progress("measuring", len(batch), len(batch))
+            progress("measuring", len(works), len(batch))
+        with closing(_results(lm, plan, jobs, workers, None if folder is None else folder.path)) as results:
+            for key, work in results:
+                if folder is not None:
+                    folder.keep(key, key, work)
+                works[key] = work
+                if progress is not None:
+                    progress("measuring", len(works), len(batch))
+                if callback is not None:
+                    callback.on_prompt(work, len(works), len(batch))
+        if progress is not None:
             progress("tables", 0, 0)
         done = assemble(
             [works[key] for key in keys], model, plan, facts, folder=None if folder is None else folder.path
@@ -187,6 +195,17 @@ def run(
     if callback is not None:
         callback.on_end(done)
     return done
+
+
+def _results(
+    lm: LoadedModel, plan: RunPlan, jobs: Mapping[str, Job], workers: int, folder: Path | None
+) -> Iterator[tuple[str, PromptWork]]:
+    """What every job comes to, here or in workers."""
+    if workers > 1 and jobs:
+        yield from measured(lm, plan, jobs, workers=workers, folder=folder)
+        return
+    for key, job in jobs.items():
+        yield key, measure_prompt(lm, job.prompt, plan, target=job.target, own=job.own, signed=job.signed)
 
 
 def _own_of(own: Mapping[str, Sequence[Own]], count: int, plan: RunPlan) -> list[dict[str, Own]]:
@@ -233,7 +252,9 @@ def _model(
     return made
 
 
-def run_facts(lm: LoadedModel, identity: Identity, plan: RunPlan, keys: Sequence[str]) -> dict[str, Any]:
+def run_facts(
+    lm: LoadedModel, identity: Identity, plan: RunPlan, keys: Sequence[str], *, workers: int = 1
+) -> dict[str, Any]:
     """What is known of a run before the work. The id follows from model, plan, version and the prompts in order."""
     info = lm.info
     told = {"model": {k: v for k, v in identity.model.items() if k != "name"}, "plan": identity.plan}
@@ -260,6 +281,7 @@ def run_facts(lm: LoadedModel, identity: Identity, plan: RunPlan, keys: Sequence
         "seed": plan.seed,
         "plan": dict(identity.plan),
         "versions": package_versions(),
-        "threads": torch.get_num_threads(),
+        "workers": workers,
+        "threads": 1 if workers > 1 else torch.get_num_threads(),
         "notes": list(info.notes),
     }

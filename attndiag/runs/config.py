@@ -57,6 +57,7 @@ class RunConfig(_Strict):
     chat_template : put plain texts through the model's chat template as one user turn.
     methods, params, replacements, metrics, primary, thresholds, deep, heads, seed : see `attndiag.run`.
     edges : `auto`, `all`, `screen` or `none`; `edge_methods` whose claims are judged, `edge_most` of a screen.
+    workers : processes that measure prompts; as many as suit the machine when None.
     output, overwrite : the folder.
     """
 
@@ -83,6 +84,7 @@ class RunConfig(_Strict):
     heads: bool = True
     deep: bool = False
     seed: int = 0
+    workers: PositiveInt | None = None
     output: Path = Path("attndiag-run")
     overwrite: bool = False
 
