@@ -107,7 +107,9 @@ def inline_svg(svg: str, name: str, alt: str) -> Markup:
 
 
 def number(value: Any, digits: int = 3) -> str:
-    """`digits` significant places; a dash for what is undefined."""
+    """`digits` significant places, at most as many after the point, but never so few that a number looks like 0; a
+    dash for what is undefined.
+    """
     if _undefined(value):
         return DASH
     value = float(value)
@@ -116,8 +118,9 @@ def number(value: Any, digits: int = 3) -> str:
     if abs(value) < 1e-3:
         text = f"{value:.{digits - 1}g}"
     else:
-        places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-        text = f"{value:,.{min(places, digits)}f}"
+        first = -math.floor(math.log10(abs(value)))
+        places = max(0, digits - 1 + first)
+        text = f"{value:,.{min(places, max(digits, first))}f}"
     return text.replace("-", MINUS, 1)
 
 

@@ -130,7 +130,7 @@ def test_faithfulness_on_the_page_is_that_of_the_frames(kept: ComparedRun) -> No
         found = here[here["first"] == "weight"].iloc[0]
         assert weight["paired"]["difference"] == found.difference
         # one cluster alone has no interval
-        low = f"{fixed(found.low)} to" if found.clusters > 1 else "undefined"
+        low = f"{number(found.low)} to" if found.clusters > 1 else "undefined"
         assert f"weight {number(weight['mean'])} {number(found.difference)} {low}" in text
         assert [row["control"] for row in rows] == sorted(row["control"] for row in rows)
 
