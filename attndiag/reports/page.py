@@ -22,7 +22,7 @@ from attndiag.reports.token_text import shortened, visible
 from attndiag.reports.wording import headline, norm_sentence, second_sentence, task_sentence
 from attndiag.runs.folder import COMPARISON, RunFolder, kind_of
 from attndiag.runs.measures import MEASURES
-from attndiag.runs.schemas import TABLES
+from attndiag.runs.schemas import RUNS, TABLES
 
 if TYPE_CHECKING:
     from attndiag.models.load import LoadedModel
@@ -139,9 +139,7 @@ def render_run(folder: RunFolder, *, progress: Progress | None = None) -> Report
     tell(0)
     summary = summarise(folder)
     _write_summary(folder, summary)
-    if not folder.finished:
-        # whoever reads an unfinished run wants its tables too
-        folder.merge_shards()
+    _merge_unfinished(folder)
     tell(1)
     drawn = save_figures(folder, summary)
     tell(2)
@@ -156,6 +154,15 @@ def render_run(folder: RunFolder, *, progress: Progress | None = None) -> Report
     path = folder.write_text(PAGE, page)
     tell(3)
     return Report(folder.path, path, headline(summary), summary)
+
+
+def _merge_unfinished(folder: RunFolder) -> None:
+    """The tables of a run that was stopped, from what is there: whoever reads its page wants them too."""
+    if folder.finished:
+        return
+    facts = folder.about.get("runs")
+    # a folder that was made without facts has none for its table either
+    folder.merge_shards({"runs": RUNS.table(facts)} if facts else None)
 
 
 def _write_summary(folder: RunFolder, summary: Summary) -> None:
@@ -209,6 +216,7 @@ def weights_part(folder: RunFolder, base: str) -> tuple[str, Markup]:
     """
     summary = summarise(folder)
     _write_summary(folder, summary)
+    _merge_unfinished(folder)
     drawn = save_figures(folder, summary)
     figures = {d.name: inline_svg(drawn[d.name], d.name, d.alt) for d in DRAWINGS}
     return headline(summary), part("weights_part.html.j2", **_values(summary, figures, folder, "w-", base))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -229,7 +230,17 @@ def test_an_unfinished_run_is_rendered_and_says_so(tiny_lm: LoadedModel, tmp_pat
     made = report(tmp_path / "out")
     assert not made.passed
     assert "Unfinished run: 2 of 4 prompts are here." in made.to_html()
-    assert pd.read_csv(tmp_path / "out" / "tables" / "prompts.csv").prompt.tolist() == [0, 1]
+    tables = tmp_path / "out" / "tables"
+    assert pd.read_csv(tables / "prompts.csv").prompt.tolist() == [0, 1]
+    # the row of the run too, which is in no shard
+    (row,) = pd.read_parquet(tables / "runs.parquet").to_dict("records")
+    facts = RunFolder.open(tmp_path / "out").about["runs"]
+    assert (row["run"], row["status"], row["n_prompts"]) == (facts["run"], "unfinished", 4)
+    assert row["model"] == facts["model"] and set(pd.read_csv(tables / "prompts.csv").run) == {row["run"]}
+    # and below a comparison
+    shutil.rmtree(tables)
+    page_module.weights_part(RunFolder.open(tmp_path / "out"), "weights/")
+    assert pd.read_parquet(tables / "runs.parquet").run.tolist() == [facts["run"]]
 
 
 def test_a_run_without_a_measured_prompt_says_why(tiny_lm: LoadedModel, tmp_path: Path) -> None:
@@ -300,6 +311,17 @@ def test_encoder_decoders_get_labels_of_their_own(tiny_folder: Path, tmp_path: P
 )
 def test_nothing_in_a_token_stays_invisible(text: str, shown: str) -> None:
     assert visible(text) == shown
+
+
+def test_no_number_but_zero_is_written_as_zero() -> None:
+    assert [number(x, 2) for x in (0.001, 0.0034, -0.0034, 0.0096, 0.04, 0.5, 5e-4, 0)] == [
+        "0.001", "0.003", "\u22120.003", "0.010", "0.04", "0.50", "0.0005", "0",
+    ]  # fmt: skip
+    for value in 10.0 ** np.linspace(-8, 8, 99):
+        for digits in (1, 2, 3, 4):
+            for signed in (value, -value):
+                shown = float(number(signed, digits).replace("\u2212", "-").replace(",", ""))
+                assert shown == pytest.approx(signed, rel=0.5) and shown != 0
 
 
 def test_short_forms() -> None:
