@@ -21,7 +21,7 @@ from attndiag.reports.html import BUDGET, file_size, notebook_frame
 from attndiag.reports.page import PAGE, weights_part
 from attndiag.reports.places import file_entries
 from attndiag.reports.token_text import visible
-from attndiag.runs.compared_folder import RESULTS
+from attndiag.runs.clearing import RESULTS, WEIGHTS_FOLDER
 from attndiag.runs.compared_run import ComparedRun, read_compared_run
 from attndiag.runs.compared_schemas import COMPARED_TABLES
 from attndiag.runs.folder import (
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 Progress = Callable[[str, int, int], None]
-# where a weights run may lie beside a comparison
-WEIGHTS_FOLDER = "weights"
 
 
 @dataclass(frozen=True, eq=False)

@@ -340,6 +340,35 @@ def test_one_kind_of_run_replaces_the_other_and_leaves_nothing_of_it(lm: LoadedM
     assert [path.name for path in (done / "results").iterdir()] == [foreign.name]
 
 
+def test_with_a_comparison_goes_the_weights_run_below_it(lm: LoadedModel, done: Path) -> None:
+    below = done / "weights"
+
+    def overwritten(**plan: Any) -> None:
+        attndiag.run(lm, PROMPTS[:2], plan=small_plan(**plan), output=done, overwrite=True)
+
+    measure_prompts(lm, PROMPTS[:2], below)
+    # not without being asked
+    attndiag.run(lm, PROMPTS[:2], plan=small_plan(), output=done)
+    assert kind_of(below) == "weights"
+    # nor under the hands of whoever writes there, and then nothing else goes either
+    before = {path: path.read_bytes() for path in done.rglob("*.parquet")}
+    with folder_module.locked(below), pytest.raises(RunFolderError, match=r"another run is writing to .*weights"):
+        overwritten(seed=7)
+    assert {path: path.read_bytes() for path in done.rglob("*.parquet")} == before
+    (below / "notes.txt").write_text("mine")
+    overwritten(seed=7)
+    assert [path.name for path in below.iterdir()] == ["notes.txt"]
+    (below / "notes.txt").unlink()
+    measure_prompts(lm, PROMPTS[:2], below)
+    overwritten(seed=8)
+    assert not below.exists()
+    # a folder of that name that holds no weights run is nobody's business
+    below.mkdir()
+    (below / "model.safetensors").write_text("mine")
+    overwritten(seed=9)
+    assert (below / "model.safetensors").read_text() == "mine"
+
+
 # -------------------------------------------------------------------------------------------------------- the folder
 def test_two_runs_at_once_lose_nothing(lm: LoadedModel, done: Path) -> None:
     before = {path: path.read_bytes() for path in done.rglob("*") if path.is_file()}
