@@ -65,21 +65,24 @@ def compare(
     ] = None,
     prompts: options.Prompts = None,
     prompt_id: Annotated[
-        str | None, typer.Option("--id", metavar="ID", help="One prompt of the set.", show_default=False)
+        str | None,
+        typer.Option("--id", metavar="ID", help="One prompt of the set; all by default.", show_default=False),
     ] = None,
     target: Annotated[
         str | None,
         typer.Option(
-            help="Answer, first token, leading space included; the prompt's own, or the model's top-1.",
+            metavar="TEXT",
+            help=options.TARGET_HELP,
             show_default=False,
         ),
     ] = None,
-    foil: Annotated[str | None, typer.Option(help="What the answer is measured against.", show_default=False)] = None,
+    foil: Annotated[str | None, typer.Option(metavar="TEXT", help=options.FOIL_HELP, show_default=False)] = None,
     methods: Annotated[
         list[str] | None,
         typer.Option(
             "--methods",
-            help="Names with commas, see `attndiag methods`; eight by default.",
+            metavar="NAMES",
+            help=options.METHODS_HELP,
             rich_help_panel=COMPARISON,
             show_default=False,
         ),
@@ -89,7 +92,7 @@ def compare(
         typer.Option(
             "--set",
             metavar="METHOD.NAME=VALUE",
-            help="A parameter of a method, as in integrated_gradients.max_steps=512; give it again for several.",
+            help=options.SET_HELP,
             rich_help_panel=COMPARISON,
             show_default=False,
         ),
@@ -100,7 +103,7 @@ def compare(
             "--replacements",
             "--replacement",
             metavar="NAME[:draws=N,...]",
-            help="How tokens are replaced; give it again for several. sampled:draws=16 by default.",
+            help=options.REPLACEMENT_HELP,
             rich_help_panel=COMPARISON,
             show_default=False,
         ),
@@ -109,7 +112,8 @@ def compare(
         list[str] | None,
         typer.Option(
             "--metrics",
-            help="Faithfulness metrics with commas, or none.",
+            metavar="NAMES",
+            help=options.METRICS_HELP,
             rich_help_panel=COMPARISON,
             show_default=False,
         ),
@@ -119,22 +123,19 @@ def compare(
         typer.Option(
             "--own",
             metavar="FILE[:METHOD]",
-            help="Scores of another tool, see `attndiag.read_own_scores`; of a table with several methods, one. Called "
-            "by the method or the file's name; give it again for several.",
+            help=options.OWN_HELP,
             rich_help_panel=COMPARISON,
             show_default=False,
         ),
     ] = None,
     primary: Annotated[
         str | None,
-        typer.Option(
-            metavar="A,B", help="The pair that is the main question.", rich_help_panel=COMPARISON, show_default=False
-        ),
+        typer.Option(metavar="A,B", help=options.PRIMARY_HELP, rich_help_panel=COMPARISON, show_default=False),
     ] = None,
     edges: Annotated[
         EdgeChoice,
         typer.Option(
-            help="Edges taken away one by one: all, a screen, none. auto: all up to 8,192 a prompt.",
+            help=options.EDGES_HELP,
             rich_help_panel=COMPARISON,
             case_sensitive=False,
         ),
@@ -145,13 +146,16 @@ def compare(
             "--output",
             "-o",
             metavar="DIR",
-            help="Keep the run, its page and its figures here.",
+            help="Keep the run, its page and its figures here; nothing is kept by default.",
             rich_help_panel=options.OUTPUT,
             show_default=False,
         ),
     ] = None,
     csv: Annotated[
-        bool, typer.Option("--csv", help="Print one table as CSV, see --table.", rich_help_panel=options.OUTPUT)
+        bool,
+        typer.Option(
+            "--csv", help="Print one table as CSV instead of the text, see --table.", rich_help_panel=options.OUTPUT
+        ),
     ] = False,
     table: Annotated[
         TableName, typer.Option("--table", help="Which table --csv prints.", rich_help_panel=options.OUTPUT)

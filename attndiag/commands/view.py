@@ -36,15 +36,17 @@ def view(
     target: Annotated[
         str | None,
         typer.Option(
-            help="Answer that effects are about; the prompt's own, or the model's top-1, by default.",
+            metavar="TEXT",
+            help=options.TARGET_HELP,
             show_default=False,
         ),
     ] = None,
-    foil: Annotated[str | None, typer.Option(help="What the answer is measured against.", show_default=False)] = None,
+    foil: Annotated[str | None, typer.Option(metavar="TEXT", help=options.FOIL_HELP, show_default=False)] = None,
     methods: Annotated[
         list[str] | None,
         typer.Option(
             "--methods",
+            metavar="NAMES",
             help="Token methods side by side, with commas, or none; weight, contribution, rollout and "
             "input_x_gradient by default.",
             rich_help_panel=options.RUN,
@@ -57,7 +59,8 @@ def view(
             "--replacements",
             "--replacement",
             metavar="NAME[:draws=N,...]",
-            help="Also the effect of replacing each token; give it again for several.",
+            help="Also the effect of replacing each token, as in sampled:draws=4; give it again for several. None by "
+            "default.",
             rich_help_panel=options.RUN,
             show_default=False,
         ),
@@ -65,18 +68,30 @@ def view(
     effects: Annotated[
         bool,
         typer.Option(
-            "--effects", help="Also remove every edge of the last query, exactly.", rich_help_panel=options.RUN
+            "--effects",
+            help="Also remove every edge of the last query and run the model again: exact effects, one run an edge. "
+            "First-order estimates by default.",
+            rich_help_panel=options.RUN,
         ),
     ] = False,
     output: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="x.html, or x.png, x.svg, x.pdf.", rich_help_panel=options.OUTPUT
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="A page (.html), or one layer as a figure (.png, .svg, .pdf).",
+            rich_help_panel=options.OUTPUT,
         ),
     ] = Path("attndiag-view.html"),
     layer: Annotated[
         int | None,
-        typer.Option(min=0, help="For figures: which layer; the most telling one by default.", show_default=False),
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="For figures: which layer, from 0; by default where weight and contribution differ most.",
+            show_default=False,
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -84,7 +99,7 @@ def view(
             "--model",
             "-m",
             metavar="MODEL",
-            help="As in `attndiag report`; with RUN_DIR, that of the run.",
+            help=options.MODEL_HELP + " The default model, or that of the run, by default.",
             rich_help_panel=options.MODEL,
             show_default=False,
         ),
