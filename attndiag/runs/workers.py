@@ -9,9 +9,11 @@ Workers live as long as a pipe to the parent: they end with it, however it ends.
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import tempfile
 import threading
@@ -135,6 +137,9 @@ def _stored(lm: LoadedModel, plan: RunPlan, folder: Path | None) -> Iterator[Pat
         file = place / f".model.{os.getpid()}.tmp"
         stack.callback(file.unlink, missing_ok=True)
         with explained(file):
+            # of a full disk torch.save says nothing that a person could read
+            if shutil.disk_usage(place).free < _stored_bytes(lm):
+                raise OSError(errno.ENOSPC, "no room for the weights")
             try:
                 torch.save((lm, plan), file)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -142,6 +147,12 @@ def _stored(lm: LoadedModel, plan: RunPlan, folder: Path | None) -> Iterator[Pat
                     f"the model cannot be sent to other processes: {error}; leave workers at 1"
                 ) from error
         yield file
+
+
+def _stored_bytes(lm: LoadedModel) -> int:
+    """Bytes of weights and buffers, and something for the rest."""
+    tensors = [*lm.model.parameters(), *lm.model.buffers()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + 10_000_000
 
 
 # what a worker works with: set once when it starts, by the only function that runs before the jobs

@@ -177,10 +177,7 @@ def test_a_model_that_cannot_be_sent_is_refused_by_name(lm: LoadedModel, tmp_pat
 
 
 def test_weights_that_find_no_room_are_told(lm: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(workers.torch, "save", full)
+    monkeypatch.setattr(workers.shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
     with pytest.raises(RunFolderError, match="the disk is full"):
         attndiag.run(lm, PROMPTS, plan=small_plan(), workers=2, output=tmp_path)
 
