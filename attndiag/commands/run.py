@@ -31,11 +31,18 @@ def _option(*names: str, panel: str = options.RUN, **more: Any) -> Any:
 
 @guarded
 def run(
-    config: Annotated[Path | None, _option("--config", metavar="FILE", help="A YAML file; flags win over it.")] = None,
+    config: Annotated[
+        Path | None,
+        _option(
+            "--config",
+            metavar="FILE",
+            help="A YAML file with the keys of `attndiag.runs.config`; flags win over it. None by default.",
+        ),
+    ] = None,
     prompts: options.Prompts = None,
     methods: Annotated[
         list[str] | None,
-        _option("--methods", panel=COMPARISON, help="Names with commas, see `attndiag methods`; eight by default."),
+        _option("--methods", panel=COMPARISON, metavar="NAMES", help=options.METHODS_HELP),
     ] = None,
     replacements: Annotated[
         list[str] | None,
@@ -44,7 +51,7 @@ def run(
             "--replacements",
             panel=COMPARISON,
             metavar="NAME[:draws=N,...]",
-            help="How tokens are replaced; give it again for several. sampled:draws=16 by default.",
+            help=options.REPLACEMENT_HELP,
         ),
     ] = None,
     settings: Annotated[
@@ -53,12 +60,12 @@ def run(
             "--set",
             panel=COMPARISON,
             metavar="METHOD.NAME=VALUE",
-            help="A parameter of a method, as in integrated_gradients.max_steps=512; give it again for several.",
+            help=options.SET_HELP,
         ),
     ] = None,
     metrics: Annotated[
         list[str] | None,
-        _option("--metrics", panel=COMPARISON, help="Faithfulness metrics with commas, or none."),
+        _option("--metrics", panel=COMPARISON, metavar="NAMES", help=options.METRICS_HELP),
     ] = None,
     own: Annotated[
         list[str] | None,
@@ -66,49 +73,88 @@ def run(
             "--own",
             panel=COMPARISON,
             metavar="FILE[:METHOD]",
-            help="Scores made elsewhere, see `attndiag.read_own_scores`; give it again for several.",
+            help=options.OWN_HELP,
         ),
     ] = None,
     primary: Annotated[
-        str | None, _option("--primary", panel=COMPARISON, metavar="A,B", help="The pair that is the main question.")
+        str | None, _option("--primary", panel=COMPARISON, metavar="A,B", help=options.PRIMARY_HELP)
     ] = None,
     edges: Annotated[
         EdgeChoice | None,
         _option(
             "--edges",
             panel=COMPARISON,
-            help="Edges taken away one by one: all, a screen (the largest estimates and claims), none. auto, the "
-            "default: all up to 8,192 a prompt.",
+            help=options.EDGES_HELP + " auto by default.",
             case_sensitive=False,
         ),
     ] = None,
     heads: Annotated[
-        bool | None, _option("--heads/--no-heads", panel=COMPARISON, help="Probe the heads once. On.")
+        bool | None,
+        _option(
+            "--heads/--no-heads",
+            panel=COMPARISON,
+            help="Score every head on induction, previous-token and sink probes, once. On by default.",
+        ),
     ] = None,
     deep: Annotated[
         bool | None,
-        _option("--deep", panel=COMPARISON, help="More methods, 32 draws, all edges, effects of whole heads."),
+        _option(
+            "--deep",
+            panel=COMPARISON,
+            help="14 methods, 32 draws a token, all edges, effects of whole heads: several times the work.",
+        ),
     ] = None,
-    model: Annotated[str | None, _option("--model", "-m", panel=options.MODEL, help="As in `attndiag report`.")] = None,
+    model: Annotated[
+        str | None,
+        _option(
+            "--model", "-m", panel=options.MODEL, metavar="MODEL", help=options.MODEL_HELP + " default by default."
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
-        _option("--output", "-o", panel=options.OUTPUT, metavar="DIR", help="Folder of the run. attndiag-run/."),
+        _option(
+            "--output", "-o", panel=options.OUTPUT, metavar="DIR", help="Folder of the run; attndiag-run by default."
+        ),
     ] = None,
     revision: options.Revision = None,
-    device: Annotated[str | None, _option("--device", panel=options.MODEL, help="auto, cpu, cuda, mps, ...")] = None,
-    dtype: Annotated[str | None, _option("--dtype", panel=options.MODEL, help="auto, float32, bfloat16, ...")] = None,
+    device: Annotated[
+        str | None,
+        _option("--device", panel=options.MODEL, metavar="NAME", help=options.DEVICE_HELP + " auto by default."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        _option("--dtype", panel=options.MODEL, metavar="NAME", help=options.DTYPE_HELP + " auto by default."),
+    ] = None,
     attn_implementation: options.AttnImplementation = None,
-    offline: Annotated[bool | None, _option("--offline", panel=options.MODEL, help="Ask no hub and no index.")] = None,
+    offline: Annotated[
+        bool | None, _option("--offline", panel=options.MODEL, help="Ask no model hub and no package index.")
+    ] = None,
     chat_template: Annotated[
         bool | None,
-        _option("--chat-template/--no-chat-template", help="Put plain texts through the chat template. Off."),
+        _option(
+            "--chat-template/--no-chat-template", help="Give plain texts to the model as a user's turn. Off by default."
+        ),
     ] = None,
     limit: options.Limit = None,
-    skip_bad: Annotated[bool | None, _option("--skip-bad", help="Leave bad entries out, and count them.")] = None,
-    seed: Annotated[int | None, _option("--seed", help="Of every draw; 0 by default.")] = None,
+    workers: Annotated[
+        int | None,
+        _option(
+            "--workers",
+            min=1,
+            metavar="N",
+            help="Processes of one thread that measure prompts on the CPU. By default one a core, where prompts and "
+            "memory suffice.",
+        ),
+    ] = None,
+    skip_bad: Annotated[bool | None, _option("--skip-bad", help=options.SKIP_BAD_HELP)] = None,
+    seed: Annotated[int | None, _option("--seed", metavar="N", help="Seed of every draw; 0 by default.")] = None,
     overwrite: Annotated[
         bool | None,
-        _option("--overwrite/--resume", panel=options.OUTPUT, help="Replace another plan's run. --resume by default."),
+        _option(
+            "--overwrite/--resume",
+            panel=options.OUTPUT,
+            help="Replace the run of another plan, or go on with the same plan's. --resume by default.",
+        ),
     ] = None,
     quiet: options.Quiet = False,
     json: options.Json = False,
@@ -154,6 +200,7 @@ def run(
             "limit": limit,
             "skip_bad": skip_bad,
             "seed": seed,
+            "workers": workers,
             "overwrite": overwrite,
         },
     )
@@ -244,6 +291,7 @@ def _measure(
     from attndiag.runs.keys import with_ids
     from attndiag.runs.prompt_files import SHIPPED
     from attndiag.runs.weights_run import estimate_run
+    from attndiag.runs.workers import fitting_workers
 
     batch = with_ids(batch)
     with progress_bar(quiet=quiet) as bar:
@@ -259,7 +307,11 @@ def _measure(
         )
     remark(f"{counted(len(batch), 'prompt')} on {lm.info.name} ({lm.info.architecture}, {lm.info.device})", quiet=quiet)
     remark(f"{counted(len(plan.compared.methods), 'method')}; edges: {plan.edge_text}", quiet=quiet)
-    remark(f"memory: {estimate_run(lm, batch)}", quiet=quiet)
+    memory = estimate_run(lm, batch)
+    remark(f"memory: {memory}", quiet=quiet)
+    workers = config.workers or fitting_workers(lm, len(batch), memory)
+    if workers > 1:
+        remark(f"{workers} workers, each with these needs beside one copy of the weights", quiet=quiet)
     try:
         with progress_bar(quiet=quiet) as bar:
             return compare_prompts(
@@ -269,6 +321,7 @@ def _measure(
                 own=given_scores(lm, batch, own),
                 output=config.output,
                 overwrite=config.overwrite,
+                workers=workers,
                 about={
                     "prompt_file": SHIPPED.name if config.prompts is None else str(config.prompts),
                     "n_skipped": n_skipped,
