@@ -96,6 +96,7 @@ def page(
         task_text=_task_text(comparison.prompts),
         prompts=tables.prompt_rows(comparison, edges, subject)[:_PROMPTS_SHOWN],
         several_replacements=_replacements(run) > 1,
+        sinks_text=words.sinks_sentence(comparison),
         agreement_text=words.agreement_sentence(subject, matrix, methods),
         methods=methods,
         ceiling=tables.ceilings(comparison),
@@ -152,8 +153,8 @@ def figures_of(run: ComparedRun) -> dict[str, Drawn]:
         top = tables.agreement_matrix(comparison, *TOP, adjusted=True)
         found["compared_agreement"] = Drawn(
             "Agreement of every pair of methods",
-            "Means over prompts, sinks and special tokens set aside. Purple: alike; orange: reversed; white: "
-            "unrelated. Bold: outside the band of chance. Grey: undefined, or no pair.",
+            "Means over prompts. Sinks and special tokens are set aside; faithfulness ranks sinks too. Purple: alike; "
+            "orange: reversed; white: unrelated. Bold: outside the band of chance. Grey: undefined, or no pair.",
             "Two matrices of methods: mean tau-b, and overlap of the three strongest tokens adjusted for chance",
             lambda: drawing.draw_agreement(methods, matrix, top),
         )
@@ -161,8 +162,8 @@ def figures_of(run: ComparedRun) -> dict[str, Drawn]:
     if any(row["paired"] is not None for _, rows in groups for row in rows):
         found["compared_faithfulness"] = Drawn(
             "Faithfulness against random orders",
-            "Paired differences, mean over prompts; lines are 95 % intervals over clusters of prompts. Open squares: "
-            "the method shares its replacement with the metric.",
+            "Paired differences, mean over prompts, sinks ranked like other tokens; lines are 95 % intervals over "
+            "clusters of prompts. Open squares: the method shares its replacement with the metric.",
             "Difference of every method to random orders, one panel a metric",
             lambda: drawing.draw_faithfulness(groups),
         )

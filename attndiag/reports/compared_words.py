@@ -210,6 +210,21 @@ def cluster_sentence(comparison: Comparison) -> str:
     return text
 
 
+def sinks_sentence(comparison: Comparison) -> str:
+    """What agreement sets aside and faithfulness does not; how many tokens that are."""
+    sinks = comparison.prompts["sinks"] if len(comparison.prompts) else []
+    if not len(sinks):
+        return ""
+    low, high = int(min(sinks)), int(max(sinks))
+    if high == 0:
+        return "Special tokens are set aside; no prompt has a sink among its other tokens."
+    count = f"{low}" if low == high else f"{low} to {high}"
+    return (
+        f"Special tokens and attention sinks are set aside here: {count} sink{_s(high)} a prompt. Faithfulness, "
+        "replacements and verdicts keep sinks in."
+    )
+
+
 def agreement_sentence(method: str | None, cells: dict, methods: Sequence[str]) -> str:
     """The subject against every other method, in one sentence."""
     if method is None:

@@ -69,6 +69,24 @@ def test_heads_are_sorted_and_cases_unfolded_by_keyboard(file: Path, open_page: 
     assert every.evaluate_all("all => all.map(one => one.open)") == [*was[:place], True, *was[place + 1 :]]
 
 
+def test_captions_stay_where_a_wide_table_is_scrolled(file: Path, open_page: Any) -> None:
+    page = open_page(file, viewport={"width": 400, "height": 800})
+    found = page.locator(".scroll:has(caption), .tall:has(caption)").evaluate_all(
+        """boxes => boxes.filter(box => box.offsetParent && box.scrollWidth > box.clientWidth + 40).map(box => {
+            const caption = box.querySelector("caption"), cell = box.querySelector("tbody td");
+            const where = thing => thing.getBoundingClientRect().left;
+            const before = [where(caption), where(cell)];
+            box.scrollLeft = 40;
+            return [where(caption) - before[0], where(cell) - before[1], caption.getBoundingClientRect().width,
+                box.clientWidth];
+        })"""
+    )
+    assert len(found) >= 3
+    for caption_moved, cell_moved, width, seen in found:
+        # no more than the padding of the box around it
+        assert abs(caption_moved) <= 8 and cell_moved == pytest.approx(-40, abs=1) and width <= seen + 1
+
+
 def test_it_prints_with_everything_unfolded(file: Path, open_page: Any, tmp_path: Path) -> None:
     page = open_page(file, color_scheme="dark")
     assert page.pdf(path=tmp_path / "page.pdf", format="A4").startswith(b"%PDF")

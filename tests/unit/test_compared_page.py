@@ -117,6 +117,33 @@ def test_agreement_on_the_page_is_that_of_the_frame(kept: ComparedRun) -> None:
     assert shown in text_of(plain(kept))
 
 
+def test_the_page_says_that_agreement_alone_sets_sinks_aside(kept: ComparedRun) -> None:
+    prompts = kept.comparison.prompts
+    low, high = prompts.sinks.min(), prompts.sinks.max()
+    assert high > 0
+    counts = f"{low} to {high}" if low < high else f"{low}"
+    said = f"Special tokens and attention sinks are set aside here: {counts} sink"
+    text = text_of(plain(kept))
+    assert said in text and "Faithfulness, replacements and verdicts keep sinks in." in text
+    assert "Sinks are ranked like any other token, where agreement sets them aside." in text
+    for row in prompts.to_dict("records"):
+        assert f"{row['admissible']} / {row['tokens']} {row['sinks']} " in text
+    none = replace(kept.comparison, prompts=prompts.assign(sinks=0))
+    assert words.sinks_sentence(none).endswith("no prompt has a sink among its other tokens.")
+
+
+def test_an_empty_list_of_cases_is_none_not_0_shown(kept: ComparedRun) -> None:
+    text = text_of(plain(kept))
+    assert " 0 shown" not in text
+    # the other way round: totals without cases are said in words
+    assert kept.edges is not None
+    cases = kept.edges.cases["weight"]
+    emptied = replace(cases, agreeing_high=cases.agreeing_high[:0], totals={**cases.totals, "agreeing_high": 7})
+    edges = replace(kept.edges, cases={**kept.edges.cases, "weight": emptied})
+    text = text_of(plain(replace(kept, edges=edges)))
+    assert "There is none to set beside, so none is drawn." in text and " 0 shown" not in text
+
+
 def test_faithfulness_on_the_page_is_that_of_the_frames(kept: ComparedRun) -> None:
     text = text_of(plain(kept))
     frame, paired = kept.comparison.faithfulness, kept.comparison.differences
