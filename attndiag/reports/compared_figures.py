@@ -15,6 +15,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
+from attndiag.reports.compared_rates import Rate
 from attndiag.reports.compared_tables import Cell, Row
 from attndiag.reports.figure_style import GRID, HEAD, LAYER, MUTED, WEIGHT, canvas
 from attndiag.reports.html import fixed
@@ -259,14 +260,14 @@ def draw_score_against_effect(
     rows: Sequence[Row],
     method: str,
     axes_of: tuple[str, str, str],
-    by_layer: Mapping[str, Sequence[tuple[int, int, int]]],
+    by_layer: Mapping[str, Mapping[int, Rate]],
 ) -> Figure:
     """Left: each head, what a probe says of it against what it is worth. Right: how often methods mislead, by layer.
 
     Parameters
     ----------
     axes_of : columns of the probes: score, effect; and the unit of the effect.
-    by_layer : method -> (layer, misleading, decided).
+    by_layer : method -> layer -> how often it misleads.
     """
     score, effect, unit = axes_of
     some = [row for row in rows if _finite(row["probes"].get(score)) and _finite(row["probes"].get(effect))]
@@ -291,8 +292,10 @@ def draw_score_against_effect(
     left.set_title("What a head looks like, what it is worth")
     left.grid(True)
     for (name, counts), (colour, marker, line) in zip(by_layer.items(), _LINES, strict=False):
-        decided = [(layer, wrong / count) for layer, wrong, count in counts if count]
-        layers, rates = [one[0] for one in decided], [one[1] for one in decided]
+        decided = {layer: rate for layer, rate in counts.items() if rate.decided}
+        layers, rates = list(decided), [rate.share for rate in decided.values()]
+        ends = [[rate.low for rate in decided.values()], [rate.high for rate in decided.values()]]
+        right.fill_between(layers, *ends, color=colour, alpha=0.16, lw=0)
         right.plot(layers, rates, color=colour, marker=marker, ls=line, label=short_name(name), mew=0)
     right.set_ylim(-0.02, 1.02)
     right.set_xlabel("layer")

@@ -27,8 +27,10 @@ from attndiag.reports.compared_facts import (
     version_text,
 )
 from attndiag.reports.compared_figures import Drawn
+from attndiag.reports.compared_rates import rates_by_layer
 from attndiag.reports.compared_tables import TOP, Row
 from attndiag.reports.html import asset, inline_svg, percent, render
+from attndiag.stats.inference import LEAST_CLUSTERS
 from attndiag.stats.verdicts import VERDICTS, Thresholds
 
 if TYPE_CHECKING:
@@ -107,8 +109,10 @@ def page(
         replacement_text=_replacement_text(run),
         replacements=tables.replacement_rows(comparison),
         cases=_cases(run, subject),
+        least_clusters=LEAST_CLUSTERS,
         heads=heads[: tables.HEADS_SHOWN],
         heads_left_out=max(0, len(heads) - tables.HEADS_SHOWN),
+        layers=tables.layer_rows(edges),
         heads_text=_heads_text(run),
         edge_methods=list(edges.judged) if edges is not None else [],
         probe_columns=_probe_columns(heads, run),
@@ -192,11 +196,12 @@ def figures_of(run: ComparedRun) -> dict[str, Drawn]:
         what = "the mean effect of the whole head" if whole else "the mean size of its edges' effects"
         units = tables.units_of(edges)
         over = f" ({effect['unit']}, over the {units[effect['unit']]} prompts that have it)" if len(units) > 1 else ""
-        by_layer = {} if edges is None else {name: tables.rate_by_layer(edges, name) for name in edges.judged}
+        by_layer = {} if edges is None else {name: rates_by_layer(edges, name) for name in edges.judged}
         found["compared_head_scores"] = Drawn(
             "Induction score against effect",
             f"Left, one dot a head: prefix-matching score, {what}{over}, and how often the method misleads there. "
-            "Right: share of the decided rows (a head on a prompt) of each layer on which a method misleads.",
+            "Right: share of the decided rows (a head on a prompt) of each layer on which a method misleads; bands are "
+            "95 % intervals over clusters of prompts.",
             "Scatter of heads: prefix-matching score against effect; share of misleading rows by layer",
             lambda: drawing.draw_score_against_effect(
                 heads, method, (_SCORE, effect["name"], effect["unit"]), by_layer

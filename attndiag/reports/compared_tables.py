@@ -9,11 +9,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from attndiag.reports.compared_rates import rates_by_head, rates_by_layer, rates_by_prompt
 from attndiag.stats.controls import RANDOM
 from attndiag.stats.verdicts import VERDICTS, Verdicts
 
@@ -208,7 +208,7 @@ def units_of(edges: EdgeVerdicts | None) -> dict[str, int]:
 
 
 def head_rows(edges: EdgeVerdicts | None, heads: pd.DataFrame | None) -> list[Row]:
-    """One row a head: how often each method misleads there, with exact intervals, beside what probes say of it.
+    """One row a head: how often each method misleads there, with intervals over clusters, beside what probes say of it.
 
     Heads on which `weight` misleads most surely come first: by the lower end of its interval.
     """
@@ -217,15 +217,9 @@ def head_rows(edges: EdgeVerdicts | None, heads: pd.DataFrame | None) -> list[Ro
     rows: dict[tuple[int, int], Row] = {}
     for name in () if edges is None else edges.judged:
         assert edges is not None
-        for found in edges.heads(name).to_dict("records"):
-            row = rows.setdefault((int(found["layer"]), int(found["head"])), {"by_method": {}})
-            wrong, decided = int(found["disagree"]), int(found["disagree"] + found["agree"])
-            low, high = binomial_interval(wrong, decided)
-            prompts = int(sum(found[verdict] for verdict in VERDICTS))
-            row["by_method"][name] = {
-                "wrong": wrong, "decided": decided, "prompts": prompts, "misleads": found["misleads"],
-                "low": low, "high": high,
-            }  # fmt: skip
+        for place, rate in rates_by_head(edges, name).items():
+            found = {**vars(rate), "misleads": rate.share, "enough_clusters": rate.enough_clusters}
+            rows.setdefault(place, {"by_method": {}})["by_method"][name] = found
     probes = {} if heads is None or heads.empty else {
         (int(r["layer"]), int(r["head"])): r for r in _records(heads) if not pd.isna(r["layer"])
     }  # fmt: skip
@@ -235,29 +229,30 @@ def head_rows(edges: EdgeVerdicts | None, heads: pd.DataFrame | None) -> list[Ro
     return sorted(table, key=_most_surely_misled)
 
 
-def _most_surely_misled(row: Row) -> tuple[float, float]:
+def _most_surely_misled(row: Row) -> tuple[bool, float, float]:
+    """Without an interval last but for those without a decided prompt."""
     first = next(iter(row["by_method"].values()), None)
-    return (-first["low"], -first["wrong"]) if first and first["decided"] else (1.0, 0.0)
+    if not first or not first["decided"]:
+        return (True, 1.0, 0.0)
+    return (False, 0.0 if math.isnan(first["low"]) else -first["low"], -first["wrong"])
 
 
-@cache
-def binomial_interval(wrong: int, decided: int) -> tuple[float, float]:
-    """95 % interval of a rate (Clopper and Pearson 1934, exact); nan without a decided case."""
-    if decided == 0:
-        return math.nan, math.nan
-    from scipy.stats import binomtest
-
-    found = binomtest(wrong, decided).proportion_ci(0.95, method="exact")
-    return float(found.low), float(found.high)
+def layer_rows(edges: EdgeVerdicts | None) -> list[Row]:
+    """One row a layer: in how many of its decided rows (a head on a prompt) each method misleads."""
+    if edges is None:
+        return []
+    rates = {name: rates_by_layer(edges, name) for name in edges.judged}
+    layers = sorted({layer for found in rates.values() for layer in found})
+    return [
+        {"layer": layer, "by_method": {name: found[layer] for name, found in rates.items() if layer in found}}
+        for layer in layers
+    ]
 
 
 def prompt_rows(comparison: Comparison, edges: EdgeVerdicts | None, method: str | None) -> list[Row]:
     """One row a prompt: task check, noise floor, and in which part of the decided heads `method` misleads there."""
-    by_prompt: dict[str, tuple[int, int]] = {}
-    if edges is not None and method in edges.judged:
-        for prompt, found in edges.head_rows(str(method)).groupby("prompt"):
-            wrong, right = int((found["verdict"] == "disagree").sum()), int((found["verdict"] == "agree").sum())
-            by_prompt[str(prompt)] = (wrong, wrong + right)
+    measured = edges is not None and method in edges.judged
+    by_prompt = rates_by_prompt(edges, str(method)) if measured and edges is not None else {}
     rows = _records(comparison.prompts)
     for row in rows:
         row["wrong_heads"], row["decided_heads"] = by_prompt.get(row["prompt"], (0, 0))
@@ -360,13 +355,3 @@ def _case(
 
 def _records(frame: pd.DataFrame) -> list[Row]:
     return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
-
-
-def rate_by_layer(edges: EdgeVerdicts, method: str) -> list[tuple[int, int, int]]:
-    """(layer, misleading, decided) over heads and prompts."""
-    frame = edges.head_rows(method)
-    found: list[tuple[int, int, int]] = []
-    for layer, of_layer in frame.groupby("layer"):
-        wrong = int((of_layer["verdict"] == "disagree").sum())
-        found.append((int(np.asarray(layer)), wrong, wrong + int((of_layer["verdict"] == "agree").sum())))
-    return found

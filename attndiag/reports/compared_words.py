@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from attndiag.reports.compared_rates import Rate, rate_of_prompts, rates_by_layer
 from attndiag.reports.compared_tables import (
     Row,
     blocked_by,
@@ -17,7 +18,6 @@ from attndiag.reports.compared_tables import (
     method_rows,
     methods_of,
     prompt_rows,
-    rate_by_layer,
 )
 from attndiag.reports.html import percent
 from attndiag.reports.token_text import shortened, visible
@@ -145,23 +145,26 @@ def _heads_sentence(heads: Sequence[Row], method: str) -> str:
 def _head(row: Row, method: str) -> str:
     found = row["by_method"][method]
     return (
-        f"L{row['layer']}H{row['head']} ({found['wrong']} of {found['decided']} prompts, "
-        f"{percent(found['low'], 0)} to {percent(found['high'], 0)})"
+        f"L{row['layer']}H{row['head']} ({found['wrong']} of {found['decided']} prompts"
+        f"{_ends(found['low'], found['high'])})"
     )
 
 
 def _layers_sentence(edges: EdgeVerdicts, method: str) -> str:
-    counted = rate_by_layer(edges, method)
-    rates = [(wrong / decided, layer, wrong, decided) for layer, wrong, decided in counted if decided]
+    rates = [(layer, rate) for layer, rate in rates_by_layer(edges, method).items() if rate.decided]
     if len(rates) < 2:
         return ""
-    rates.sort(key=lambda one: (-one[0], one[1]))
-    worst = ", ".join(f"{layer} ({wrong} of {decided})" for _, layer, wrong, decided in rates[:_NAMED])
-    best = rates[-1]
-    return (
-        f"Layers, rows of heads that mislead of those decided: most in {worst}; least in {best[1]} ({best[2]} of "
-        f"{best[3]})."
-    )
+    rates.sort(key=lambda one: (-one[1].share, one[0]))
+    worst = ", ".join(_layer(*one) for one in rates[:_NAMED])
+    return f"Layers, rows of heads that mislead of those decided: most in {worst}; least in {_layer(*rates[-1])}."
+
+
+def _layer(layer: int, rate: Rate) -> str:
+    return f"{layer} ({rate.wrong} of {rate.decided}{_ends(rate.low, rate.high)})"
+
+
+def _ends(low: float, high: float) -> str:
+    return f", {percent(low, 0)} to {percent(high, 0)}" if math.isfinite(low) and math.isfinite(high) else ""
 
 
 def _prompts_sentence(comparison: Comparison, edges: EdgeVerdicts) -> str:
@@ -174,7 +177,11 @@ def _prompts_sentence(comparison: Comparison, edges: EdgeVerdicts) -> str:
         "heads)"
         for row in rows[:_NAMED]
     )
-    return f"Prompts: {'most on ' if len(rows) > 1 else ''}{named}."
+    rate = rate_of_prompts(edges, str(subject(comparison, edges)))
+    return (
+        f"Prompts: on {rate.wrong} of {rate.decided} they mislead in more than half of the decided heads"
+        f"{_ends(rate.low, rate.high)}; {'most on ' if len(rows) > 1 else ''}{named}."
+    )
 
 
 def _token_sentence(comparison: Comparison, method: str) -> str:

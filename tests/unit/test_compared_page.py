@@ -21,6 +21,7 @@ from attndiag.reports import compared_tables as tables
 from attndiag.reports import compared_words as words
 from attndiag.reports.compared import Compared, compare
 from attndiag.reports.compared_page import page
+from attndiag.reports.compared_rates import binomial_interval, rate_of_prompts, rate_over_clusters
 from attndiag.reports.compared_report import ComparisonReport, render_comparison
 from attndiag.reports.html import BUDGET, fixed, number, percent
 from attndiag.reports.page import report
@@ -267,16 +268,62 @@ def test_the_page_judges_the_heads_of_each_method_once(kept: ComparedRun, monkey
     assert "changed" not in set(fresh.head_rows("weight")["verdict"])
 
 
-def test_heads_carry_how_often_they_mislead_with_an_exact_interval(kept: ComparedRun) -> None:
-    assert kept.edges is not None
-    frame = kept.edges.heads("weight").set_index(["layer", "head"])
-    for row in tables.head_rows(kept.edges, kept.heads):
+def test_heads_and_layers_carry_how_often_they_mislead_with_an_interval_over_clusters(mixed: ComparedRun) -> None:
+    assert mixed.edges is not None
+    # the model does none of these tasks, so the verdicts are drawn; the first head misleads everywhere
+    edges = replace(mixed.edges)
+    rows = edges.head_rows("weight")
+    rows["verdict"] = np.random.default_rng(3).choice(["agree", "disagree", "inconclusive"], len(rows))
+    rows.loc[(rows.layer == 0) & (rows["head"] == 0), "verdict"] = "disagree"
+    edges._head_rows["weight"] = rows
+    mixed = replace(mixed, edges=edges)
+    frame = edges.heads("weight").set_index(["layer", "head"])
+    decided = rows[rows.verdict.isin(["agree", "disagree"])]
+    assert len(decided)
+    text = text_of(plain(mixed))
+    for row in tables.head_rows(edges, mixed.heads):
         found, want = row["by_method"]["weight"], frame.loc[(row["layer"], row["head"])]
         assert (found["wrong"], found["decided"]) == (want.disagree, want.agree + want.disagree)
-        assert any(row["probes"][f"largest_edge_effect[{unit}]"] > 0 for unit in ("logits", "nats"))
-    low, high = tables.binomial_interval(4, 4)
-    assert (low, high) == (pytest.approx(0.025**0.25), 1.0)
-    assert np.isnan(tables.binomial_interval(0, 0)).all()
+        here = decided[(decided.layer == row["layer"]) & (decided["head"] == row["head"])]
+        assert found["clusters"] == here.cluster.nunique()
+        assert row["probes"]["largest_edge_effect[nats]"] > 0
+        if found["clusters"] > 1:
+            assert 0 <= found["low"] <= found["misleads"] <= found["high"] <= 1
+            shown = f"{found['wrong']} of {found['decided']} {percent(found['low'], 0)} to {percent(found['high'], 0)} "
+            assert f"L{row['layer']}H{row['head']} {shown.replace(chr(160), ' ')}{found['clusters']} cluster" in text
+    for row in tables.layer_rows(edges):
+        rate, here = row["by_method"]["weight"], decided[decided.layer == row["layer"]]
+        assert (rate.wrong, rate.decided) == ((here.verdict == "disagree").sum(), len(here))
+        assert f"{rate.wrong} of {rate.decided} {percent(rate.low, 0)} to".replace("\u00a0", " ") in text
+    over = rate_of_prompts(edges, "weight")
+    share = decided.groupby("prompt").verdict.apply(lambda found: (found == "disagree").mean())
+    assert (over.wrong, over.decided) == ((share > 0.5).sum(), len(share))
+    assert f"Prompts: on {over.wrong} of {over.decided} they mislead in more than half of the decided heads" in text
+
+
+def test_an_interval_draws_clusters_not_prompts() -> None:
+    # prompts of one cluster say the same: as if there were 8 cases, not 80
+    wrong = [True] * 50 + [False] * 30
+    clusters = np.repeat(np.arange(8), 10).tolist()
+    rate = rate_over_clusters(wrong, clusters)
+    assert (rate.wrong, rate.decided, rate.clusters, rate.enough_clusters) == (50, 80, 8, False)
+    draws = np.random.default_rng(1).binomial(8, 5 / 8, 100_000) / 8
+    low, high = np.quantile(draws, [0.025, 0.975])
+    assert (rate.low, rate.high) == (pytest.approx(low, abs=0.13), pytest.approx(high, abs=0.13))
+    naive = binomial_interval(50, 80)
+    assert rate.high - rate.low > 1.5 * (naive[1] - naive[0])
+    # independent ones: about the exact interval
+    alone = rate_over_clusters(wrong, list(range(80)))
+    assert alone.enough_clusters and (alone.low, alone.high) == pytest.approx(naive, abs=0.03)
+    # where all say the same nothing can be drawn; each cluster counts once
+    same = rate_over_clusters([True] * 40, np.repeat(np.arange(4), 10).tolist())
+    assert (same.low, same.high) == (pytest.approx(0.025**0.25), 1.0) and same.share == 1.0
+    never = rate_over_clusters([False] * 40, np.repeat(np.arange(4), 10).tolist())
+    assert (never.low, never.high) == (0.0, pytest.approx(1 - 0.025**0.25))
+    # one cluster is one case, and nothing decided is nothing known
+    one, none = rate_over_clusters([True, False], ["a", "a"]), rate_over_clusters([], [])
+    assert np.isnan([one.low, one.high, none.low, none.high, none.share]).all() and none.clusters == 0
+    assert np.isnan(binomial_interval(0, 0)).all()
 
 
 def test_every_case_shows_its_prompt_with_the_token_marked(kept: ComparedRun) -> None:
