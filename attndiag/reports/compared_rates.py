@@ -1,8 +1,10 @@
 """How often a method misleads, by head, by layer and over prompts, with intervals over clusters of prompts.
 
-Prompts of one template are not independent, so an interval draws whole clusters (`clustered_bootstrap`). Where every
-decided case is of one kind there is nothing to draw; then each cluster counts as one case of an exact binomial
-interval (Clopper and Pearson 1934), as if its prompts said nothing new.
+Prompts of one template are not independent, and most rates lie near 1, where a bootstrap of clusters is far too narrow.
+So an interval is the exact binomial one (Clopper and Pearson 1934) over the effective number of cases (Korn and
+Graubard 1998, Survey Methodology 24): their number over the design effect, how much more the rate varies with whole
+clusters than with single cases, and fewer for few clusters. Where all cases are of one kind the design effect cannot
+be known and is taken as 1.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attndiag.stats.inference import LEAST_CLUSTERS, clustered_bootstrap
+from attndiag.stats.inference import LEAST_CLUSTERS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,7 +49,7 @@ class Rate:
 
     @property
     def enough_clusters(self) -> bool:
-        """Whether the interval may be trusted to be wide enough."""
+        """As many clusters as conclusions need elsewhere in this package."""
         return self.clusters >= LEAST_CLUSTERS
 
 
@@ -72,24 +74,29 @@ def rate_over_clusters(wrong: Sequence[bool], clusters: Sequence[Any]) -> Rate:
 @lru_cache(maxsize=10_000)
 def _interval(cells: tuple[tuple[int, int], ...]) -> tuple[float, float]:
     """95 % interval of a rate from (wrong, decided) of each cluster."""
-    if len(cells) < 2:
+    from scipy.stats import t
+
+    n_clusters = len(cells)
+    if n_clusters < 2:
         return math.nan, math.nan
-    wrong, decided = (sum(column) for column in zip(*cells, strict=True))
-    if wrong in (0, decided):
-        return binomial_interval(len(cells) if wrong else 0, len(cells))
-    values = np.concatenate([np.repeat([1.0, 0.0], [one, of - one]) for one, of in cells])
-    found = clustered_bootstrap(values, np.repeat(np.arange(len(cells)), [of for _, of in cells]).tolist())
-    return found.low, found.high
+    wrong, decided = np.array(cells, dtype=np.float64).T
+    n = decided.sum()
+    rate = wrong.sum() / n
+    alone = rate * (1 - rate) / n
+    together = n_clusters / (n_clusters - 1) * ((wrong - rate * decided) ** 2).sum() / n**2
+    effect = max(1.0, together / alone) if alone > 0 else 1.0
+    fewer = (t.ppf(0.975, n - 1) / t.ppf(0.975, n_clusters - 1)) ** 2
+    return binomial_interval(float(rate), float(min(n, n / effect * fewer)))
 
 
-def binomial_interval(wrong: int, decided: int) -> tuple[float, float]:
-    """95 % interval of a rate of independent cases (Clopper and Pearson 1934, exact); nan without a case."""
-    if decided == 0:
-        return math.nan, math.nan
-    from scipy.stats import binomtest
+def binomial_interval(rate: float, cases: float) -> tuple[float, float]:
+    """95 % interval of a rate of independent cases (Clopper and Pearson 1934), whose number may be a fraction."""
+    from scipy.stats import beta
 
-    found = binomtest(wrong, decided).proportion_ci(0.95, method="exact")
-    return float(found.low), float(found.high)
+    wrong, right = rate * cases, (1 - rate) * cases
+    low = float(beta.ppf(0.025, wrong, right + 1)) if wrong > 0 else 0.0
+    high = float(beta.ppf(0.975, wrong + 1, right)) if right > 0 else 1.0
+    return low, high
 
 
 def rates_by_head(edges: EdgeVerdicts, method: str) -> dict[tuple[int, int], Rate]:

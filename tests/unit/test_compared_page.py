@@ -301,29 +301,41 @@ def test_heads_and_layers_carry_how_often_they_mislead_with_an_interval_over_clu
     assert f"Prompts: on {over.wrong} of {over.decided} they mislead in more than half of the decided heads" in text
 
 
-def test_an_interval_draws_clusters_not_prompts() -> None:
-    # prompts of one cluster say the same: as if there were 8 cases, not 80
-    wrong = [True] * 50 + [False] * 30
+def test_intervals_of_rates_are_exact_for_independent_cases_and_wider_for_clusters() -> None:
+    from scipy.stats import binomtest
+
+    for wrong, n in ((50, 80), (79, 80), (80, 80), (0, 80)):
+        exact = binomtest(wrong, n).proportion_ci(0.95, method="exact")
+        found = rate_over_clusters([True] * wrong + [False] * (n - wrong), list(range(n)))
+        assert (found.wrong, found.decided, found.clusters, found.enough_clusters) == (wrong, n, n, True)
+        assert (found.low, found.high) == pytest.approx((exact.low, exact.high), abs=2e-3)
+    # prompts of one cluster say the same: 80 of them are worth 8
     clusters = np.repeat(np.arange(8), 10).tolist()
-    rate = rate_over_clusters(wrong, clusters)
-    assert (rate.wrong, rate.decided, rate.clusters, rate.enough_clusters) == (50, 80, 8, False)
-    draws = np.random.default_rng(1).binomial(8, 5 / 8, 100_000) / 8
-    low, high = np.quantile(draws, [0.025, 0.975])
-    assert (rate.low, rate.high) == (pytest.approx(low, abs=0.13), pytest.approx(high, abs=0.13))
-    naive = binomial_interval(50, 80)
-    assert rate.high - rate.low > 1.5 * (naive[1] - naive[0])
-    # independent ones: about the exact interval
-    alone = rate_over_clusters(wrong, list(range(80)))
-    assert alone.enough_clusters and (alone.low, alone.high) == pytest.approx(naive, abs=0.03)
-    # where all say the same nothing can be drawn; each cluster counts once
-    same = rate_over_clusters([True] * 40, np.repeat(np.arange(4), 10).tolist())
-    assert (same.low, same.high) == (pytest.approx(0.025**0.25), 1.0) and same.share == 1.0
-    never = rate_over_clusters([False] * 40, np.repeat(np.arange(4), 10).tolist())
-    assert (never.low, never.high) == (0.0, pytest.approx(1 - 0.025**0.25))
+    rate = rate_over_clusters([True] * 50 + [False] * 30, clusters)
+    assert not rate.enough_clusters
+    eight = binomtest(5, 8).proportion_ci(0.95, method="exact")
+    assert rate.low < eight.low + 0.05 and rate.high > eight.high - 0.05
+    # one prompt less that misleads is never surer to
+    ends = [rate_over_clusters([True] * k + [False] * (80 - k), clusters).low for k in (80, 79, 78, 77)]
+    assert ends == sorted(ends, reverse=True)
     # one cluster is one case, and nothing decided is nothing known
     one, none = rate_over_clusters([True, False], ["a", "a"]), rate_over_clusters([], [])
     assert np.isnan([one.low, one.high, none.low, none.high, none.share]).all() and none.clusters == 0
-    assert np.isnan(binomial_interval(0, 0)).all()
+
+
+def test_intervals_of_rates_hold_the_true_rate_where_clusters_are_alike() -> None:
+    rng = np.random.default_rng(5)
+    for truth, n_clusters in ((0.9, 16), (0.6, 12)):
+        # beta-binomial, correlation .2 within clusters of three prompts
+        held, naive = 0, 0
+        for _ in range(400):
+            rates = rng.beta(4 * truth, 4 * (1 - truth), n_clusters)
+            drawn = (rng.random((n_clusters, 3)) < rates[:, None]).ravel()
+            found = rate_over_clusters(drawn.tolist(), np.repeat(np.arange(n_clusters), 3).tolist())
+            held += found.low <= truth <= found.high
+            low, high = binomial_interval(float(drawn.mean()), float(len(drawn)))
+            naive += low <= truth <= high
+        assert held / 400 >= 0.93 and held > naive
 
 
 def test_every_case_shows_its_prompt_with_the_token_marked(kept: ComparedRun) -> None:
