@@ -15,11 +15,11 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from attndiag.reports.compared_rates import Rate
 from attndiag.reports.compared_tables import Cell, Row
 from attndiag.reports.figure_style import GRID, HEAD, LAYER, MUTED, WEIGHT, canvas
 from attndiag.reports.html import fixed
 from attndiag.reports.token_text import shortened, visible
+from attndiag.stats.rates import Rate
 from attndiag.stats.verdicts import VERDICTS
 
 if TYPE_CHECKING:

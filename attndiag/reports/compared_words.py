@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from attndiag.reports.compared_rates import Rate, rate_of_prompts, rates_by_layer
+from attndiag.reports.compared_rates import rate_of_prompts, rates_by_layer
 from attndiag.reports.compared_tables import (
     Row,
     blocked_by,
@@ -22,6 +22,7 @@ from attndiag.reports.compared_tables import (
 from attndiag.reports.html import percent
 from attndiag.reports.token_text import shortened, visible
 from attndiag.stats.inference import LEAST_CLUSTERS
+from attndiag.stats.rates import Rate
 from attndiag.stats.verdicts import ABSENT, HIGH, LOW, PRESENT
 
 if TYPE_CHECKING:

@@ -21,12 +21,13 @@ from attndiag.reports import compared_tables as tables
 from attndiag.reports import compared_words as words
 from attndiag.reports.compared import Compared, compare
 from attndiag.reports.compared_page import page
-from attndiag.reports.compared_rates import binomial_interval, rate_of_prompts, rate_over_clusters
+from attndiag.reports.compared_rates import rate_of_prompts
 from attndiag.reports.compared_report import ComparisonReport, render_comparison
 from attndiag.reports.html import BUDGET, fixed, number, percent
 from attndiag.reports.page import report
 from attndiag.runs.compared_run import ComparedRun
 from attndiag.runs.comparing import run
+from attndiag.stats.rates import binomial_interval, rate_over_clusters
 
 NASTY = "<script>alert(1)</script> John & \u202eMary {{7*7}}"
 PROMPTS = [
