@@ -134,8 +134,8 @@ figure
 # By token: does a large share go with an effect, a small one with none? `inconclusive` holds all tokens of which the method
 # claims neither.
 #
-# Nearly all disagreements are effects without weight: on prompts this short, deleting almost any token moves m by more
-# than the margin of 2 %, and a method that gives most of its mass to the sink leaves every other token a low claim.
+# `hit_rate` is the share of right ones among those that matter: claimed high, or with an effect of at least an even share.
+# Every method marks tokens whose deletion shows next to nothing, and misses others; none is right on half of them.
 
 # %%
 columns = [
