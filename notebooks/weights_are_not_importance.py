@@ -124,8 +124,9 @@ figure
 # %% [markdown]
 # ## And the effect?
 #
-# For eight of the prompts, every edge into the last token in layers 17 and 23 is removed, one at a time. Each head's
-# key with the largest weight either has an effect on the answer (present), or none beyond the margin of 2 % of m (absent).
+# For eight of the prompts, every edge into the last token in layers 17 and 23 is removed, one at a time. The effect of
+# each head's key with the largest weight is present (at least the mean of the head's effects), absent (less than half
+# that mean) or neither; below 2 % of m it is absent in any case.
 
 # %%
 verdicts = edge_verdicts(lm, prompts[:8], layers=[17, 23])

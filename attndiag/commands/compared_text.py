@@ -34,7 +34,7 @@ def text_of(run: ComparedRun) -> list[str]:
             ]
             for row in rows
         ]
-        head = ["verdicts on " + level, "verdict", "right", "95 % interval", "p", "high, no effect", "low, effect"]
+        head = ["verdicts on " + level, "verdict", "right", "95 % interval", "p", "high, absent", "low, present"]
         lines += ["", *_columns(head, body)]
     methods, cells = tables.methods_of(comparison), tables.agreement_matrix(comparison)
     if cells:

@@ -224,11 +224,11 @@ def verdict_text(run: ComparedRun) -> str:
     return (
         f"A score claims \u201chigh\u201d from {limits.high:g}/n of the method's mass over n judged items and "
         f"\u201clow\u201d up to {limits.low:g}/n. An effect is present when its interval lies outside \u00b1max(noise "
-        f"floor, {limits.margin:g}\u00b7|m|, {limits.even:g}\u00b7mean effect size of the row), absent when it lies "
-        f"inside the same with {limits.low:g}\u00b7mean; level {limits.level:g}, "
-        "Benjamini-Hochberg over the items. High and present, or low and absent: agree. High and absent, or low and "
-        "present: disagree. Else inconclusive. A method's own verdict is \u201cagree\u201d when more than half of what "
-        "it marks or should mark is right, interval and all, and more than shuffled claims reach."
+        f"floor, {limits.margin:g}\u00b7|m|, {limits.present_from:g}\u00b7mean effect size of the row), absent when it "
+        f"lies inside the same with {limits.absent_below:g}\u00b7mean: small, not always zero. Level "
+        f"{limits.level:g}, Benjamini-Hochberg over the items. High and present, or low and absent: agree. High and "
+        "absent, or low and present: disagree. Else inconclusive. A method's own verdict is \u201cagree\u201d when more "
+        "than half of what it marks or should mark is right, interval and all, and more than shuffled claims reach."
     )
 
 
@@ -280,10 +280,9 @@ def _heads_text(run: ComparedRun) -> str:
     )
     return (
         "Each row is one head of one layer at the query where the target is read; its items are the keys. A head "
-        "misleads on a prompt when most of the method's mass is on keys without effect, or most of the effect on keys "
-        "with a low score. A head can score high on a probe and be worth nothing, because others do the same."
-        + screened
-        + mixed
+        "misleads on a prompt when most of the method's mass is on keys whose effect is absent (within the margin, see "
+        "Verdicts), or most of the effect on keys with a low score. A head can score high on a probe and be worth "
+        "nothing, because others do the same." + screened + mixed
     )
 
 

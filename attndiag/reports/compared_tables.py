@@ -28,10 +28,10 @@ Row = dict[str, Any]
 # measures in the matrix: the order of all tokens, and the three strongest corrected for chance
 ORDER, TOP = "tau_b", ("top_k_overlap", 3.0)
 KINDS = (
-    ("weights_without_effect", "High score, no effect", "the method marks it, taking it away changes nothing"),
-    ("effects_without_weight", "Low score, effect", "the method passes it over, the model needs it"),
-    ("agreeing_high", "High score, effect", "agreeing cases, as many as the first list where there are as many"),
-    ("agreeing_low", "Low score, no effect", "agreeing cases, as many as the second list where there are as many"),
+    ("weights_without_effect", "High score, effect absent", "the method marks it, its effect is within the margin"),
+    ("effects_without_weight", "Low score, effect present", "the method passes it over, the model needs it"),
+    ("agreeing_high", "High score, effect present", "agreeing cases, as many as in the first list if there are"),
+    ("agreeing_low", "Low score, effect absent", "agreeing cases, as many as in the second list if there are"),
 )
 # cases of one catalogue on the page, and tokens shown on either side of a marked one
 _CASES, _AROUND = 5, 24

@@ -193,8 +193,9 @@ def randomised_sink(seed: int, *, dtype: torch.dtype = torch.float32) -> KnownMo
     In an agreeing head the sink (BOS) has most of the weight and of the effect. In a planted disagreement the sink has
     the weight and MARK, with less than 1 / (2n) of it, the effect. `expected["verdict"]` gives, for every edge of the
     last query, `agree`, `disagree` or `inconclusive` between its weight's share of the row and the effect of its
-    removal (`high` from 2/n, `low` up to 1/(2n), `present` outside +-.02 |m|); no edge is near a threshold by less
-    than a fifth of it. `expected["planted"]` names the misleading heads.
+    removal (`high` from 2/n, `low` up to 1/(2n), `present` outside +-.02 |m|). No share is nearer to a threshold than a
+    fifth of it, and no effect is near a margin of `stats.verdicts`: planted effects are far above their row's mean, the
+    others far below half of it. `expected["planted"]` names the misleading heads.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -236,7 +237,7 @@ def randomised_sink(seed: int, *, dtype: torch.dtype = torch.float32) -> KnownMo
 
 
 def _verdict(share: float, effect: float, n_keys: int, delta: float) -> str:
-    """Verdict on one edge, noise floor 0, by a margin of .02 abs(m): planted effects are clear of every margin."""
+    """Verdict on one edge by the margin `delta` alone: planted effects are clear of the row's margins as well."""
     high, low, present = share >= 2 / n_keys, share <= 1 / (2 * n_keys), abs(effect) > delta
     if (high and present) or (low and not present):
         return "agree"
