@@ -192,6 +192,7 @@ def measure_edges(
             effect=effect.reshape(-1, width),
             scores={name: table.reshape(-1, width) for name, table in tables.items()},
             present=present.reshape(-1, width),
+            estimate=None if estimate is None else estimate.reshape(-1, width),
             m=float(measured.values[0]),
             floor=floor,
             mode=plan.mode,

@@ -247,8 +247,9 @@ def _judge(
         redundant=_stacked(
             [np.zeros(one.effect.shape, bool) if one.redundant is None else one.redundant for one in measured], False
         ),
-        # the edges that a screen left out have the smallest estimates and claims
-        among=there.sum(axis=1),
+        expected=_stacked(
+            [np.full(one.effect.shape, np.nan) if one.estimate is None else one.estimate for one in measured], np.nan
+        ),
         thresholds=thresholds,
     )
     # an edge that was only estimated takes part in the shares of its row, and gets no verdict

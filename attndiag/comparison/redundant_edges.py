@@ -19,6 +19,7 @@ from attndiag.hooks.edit_kinds import Knockout
 from attndiag.hooks.edits import edit
 from attndiag.models.load import LoadedModel
 from attndiag.prompts import Prompt
+from attndiag.stats.evidence import margins
 from attndiag.stats.redundancy import stand_ins
 from attndiag.stats.verdicts import HIGH, Thresholds, claims
 
@@ -36,6 +37,7 @@ def redundant_edges(
     effect: Array,
     scores: Mapping[str, Array],
     present: Mask,
+    estimate: Array | None,
     m: float,
     floor: float,
     mode: Mode = "remove",
@@ -50,14 +52,23 @@ def redundant_edges(
     effect : [row, key] exact effects of single edges; nan where not measured.
     scores : method -> [row, key]; a high claim of any of them makes a candidate.
     present : [row, key] True where there is an edge.
+    estimate : [row, key] first-order estimates, which stand for edges that were not measured; None without them.
     m, floor : target on the unedited prompt, and its noise floor.
     most : candidates a key.
-    thresholds : of claims and margin.
+    thresholds : of claims and margins.
     """
     limits = thresholds or Thresholds()
-    delta = max(floor, limits.margin * abs(m))
+    below, upwards = margins(
+        effect,
+        np.full(len(effect), floor),
+        np.full(len(effect), m),
+        margin=limits.margin,
+        absent_below=limits.absent_below,
+        present_from=limits.present_from,
+        expected=estimate,
+    )
     found = np.zeros(effect.shape, dtype=bool)
-    absent = np.isfinite(effect) & (np.abs(np.nan_to_num(effect, nan=np.inf)) + floor < delta)
+    absent = np.isfinite(effect) & (np.abs(np.nan_to_num(effect, nan=np.inf)) + floor < below[:, None])
     high, size = np.zeros(effect.shape, dtype=bool), np.zeros(effect.shape)
     for table in scores.values():
         claim, share = claims(np.where(present, table, 0.0), present, limits)
@@ -75,10 +86,10 @@ def redundant_edges(
         if len(members) < 2:
             continue
         joint = removed(members, key)
-        if abs(joint) - floor < delta:
+        if abs(joint) - floor < upwards[members].min():
             continue
         # of two, each left in alone is the single effect of the other
         rest = [removed([other for other in members if other != row], key) for row in members]
-        chosen = stand_ins(effect[members, key], joint, np.array(rest), delta, floor=floor)
+        chosen = stand_ins(effect[members, key], joint, np.array(rest), below[members], upwards[members], floor=floor)
         found[np.array(members)[chosen], key] = True
     return found

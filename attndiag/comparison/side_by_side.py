@@ -41,8 +41,8 @@ class Comparison:
     differences : paired differences of methods by metric and unit, corrected by Holm within these.
     verdicts : one row a prompt, method and token.
     methods : one row a method: its verdict over the prompt set, counts, circularity. The row of the replacement that
-        gave the evidence is the `ceiling`, what a method can at best reach: it is wrong only on prompts of which every
-        token's effect is within the margin.
+        gave the evidence is the `ceiling`, what a method can at best reach: it is wrong only where twice a
+        prompt's mean effect is still within 2 % of m or the noise floor.
     problems : method and prompt where something could not be measured, with the reason.
     cases : method -> catalogues of disagreements, (row, item) being (prompt, position).
     judged : method -> the verdicts as arrays.

@@ -35,7 +35,7 @@ from attndiag.runs.folder import (
 from attndiag.runs.plan import plan_differences
 from attndiag.runs.result_files import BrokenResultError, read_result, write_result
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)

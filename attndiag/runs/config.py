@@ -38,7 +38,8 @@ class ThresholdsConfig(_Strict):
 
     high: float = 2.0
     low: float = 0.5
-    even: float = 1.0
+    absent_below: float = 0.5
+    present_from: float = 1.0
     margin: float = 0.02
     level: float = 0.05
     least_items: int = 3

@@ -187,6 +187,10 @@ def _told(value: Any) -> Any:
         return type(value).__qualname__
 
 
+# thresholds that decide which edges are removed together
+_TOGETHER = ("high", "margin", "absent_below", "present_from")
+
+
 def prompt_key(
     prompt: Prompt,
     target: Target | None,
@@ -204,13 +208,13 @@ def prompt_key(
     own : name -> scores made elsewhere.
     model : of `model_identity`; its name has no part in the key.
     plan : as plain values. Thresholds, the primary pair and the probes of heads judge or stand beside what was
-        measured, so they have no part either; the high claim and the margin have, where they decide which edges are
+        measured, so they have no part either; the high claim and the margins have, where they decide which edges are
         removed together.
     signed : name -> whether the scores made elsewhere have signs.
     """
     measured = {name: value for name, value in plan.items() if name not in ("thresholds", "primary", "heads")}
     if plan["edges"] is not None and plan["edges"]["stand_ins"] >= 2:
-        measured["together"] = {name: plan["thresholds"][name] for name in ("high", "margin")}
+        measured["together"] = {name: plan["thresholds"][name] for name in _TOGETHER}
     return digest(
         {
             "prompt": plain_prompt(prompt),

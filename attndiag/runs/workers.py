@@ -1,7 +1,8 @@
 """Prompts measured by several processes: the same functions, the same numbers, and one process that writes.
 
 A prompt is a small job: threads within it gain little, prompts beside each other nearly all. Every worker is a fresh
-interpreter with one thread. The weights lie in one file that all of them map into memory, so they are there once.
+interpreter in which torch has one thread. The weights lie in one file that all of them map into memory, so they are
+there once; when all have it, it loses its name, so that nothing is left of it whatever happens.
 
 Workers live as long as a pipe to the parent: they end with it, however it ends.
 """
@@ -22,6 +23,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 
 import torch
@@ -40,6 +42,8 @@ from attndiag.runs.work import measure_prompt
 LEAST_PROMPTS = 4
 # interpreter, torch and transformers, without the weights
 _WORKER_BYTES = 900_000_000
+# "quota period", or "max period"
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True)
@@ -65,11 +69,18 @@ def fitting_workers(lm: LoadedModel, n_prompts: int, memory: MemoryEstimate) -> 
     """
     if lm.device.type != "cpu":
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found = min(cores, n_prompts // LEAST_PROMPTS)
+    found = min(_cores(), n_prompts // LEAST_PROMPTS)
     if memory.available is not None:
         found = min(found, int(USABLE * memory.available - memory.weights) // (_WORKER_BYTES + memory.needed))
     return max(1, found)
+
+
+def _cores() -> int:
+    """Cores that this process may use, a container's quota included."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if _QUOTA.exists() and (told := _QUOTA.read_text().split())[0] != "max":
+        cores = min(cores, max(1, int(told[0]) // int(told[1])))
+    return cores
 
 
 def require_workers(lm: LoadedModel, workers: int) -> None:
@@ -84,8 +95,8 @@ def require_workers(lm: LoadedModel, workers: int) -> None:
         raise ValueError(f"workers is {workers}; expected at least 1")
     if workers > 1 and lm.device.type != "cpu":
         raise NotApplicableError(
-            f"the model is on {lm.device}, where one process keeps the device busy; leave workers at 1, or load the "
-            "model on the CPU"
+            f"the model is on {lm.device}, where one process keeps the device busy; measure in this one (1 worker), "
+            "or load the model on the CPU"
         )
 
 
@@ -106,21 +117,29 @@ def measured(
     WorkerError : a worker ended by itself.
     """
     context = multiprocessing.get_context("spawn")
+    n = min(workers, len(jobs))
     with _stored(lm, plan, folder) as file:
         theirs, ours = context.Pipe(duplex=False)
-        pool = ProcessPoolExecutor(
-            min(workers, len(jobs)), mp_context=context, initializer=_begin, initargs=(file, theirs)
-        )
+        loaded = context.Semaphore(0)
+        pool = ProcessPoolExecutor(n, mp_context=context, initializer=_begin, initargs=(file, theirs, loaded))
         try:
             waiting: dict[Future[PromptWork], str] = {pool.submit(_measure, job): key for key, job in jobs.items()}
+            to_load = n
             while waiting:
-                for done in wait(waiting, return_when=FIRST_COMPLETED).done:
-                    yield waiting.pop(done), done.result()
+                done = wait(waiting, timeout=0.2 if to_load else None, return_when=FIRST_COMPLETED).done
+                while to_load and loaded.acquire(block=False):
+                    to_load -= 1
+                    if not to_load:
+                        _unname(file)
+                # what was done is kept before anything that went wrong is told
+                for one in sorted(done, key=lambda one: one.exception() is not None):
+                    yield waiting.pop(one), one.result()
             pool.shutdown()
         except BrokenProcessPool as error:
             raise WorkerError(
-                f"one of {workers} workers ended by itself: it lacked memory, or could not load the model (its message "
-                "stands above). Prompts that were done are kept; the same call with fewer workers goes on from there"
+                f"one of {n} workers ended by itself ({error}): it lacked memory, or could not load the model (its own "
+                "message stands above). Prompts that were done are kept; the same call with fewer workers goes on from "
+                "there"
             ) from error
         finally:
             # nobody waits for jobs that nobody wants any more
@@ -144,9 +163,15 @@ def _stored(lm: LoadedModel, plan: RunPlan, folder: Path | None) -> Iterator[Pat
                 torch.save((lm, plan), file)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise NotApplicableError(
-                    f"the model cannot be sent to other processes: {error}; leave workers at 1"
+                    f"the model cannot be sent to other processes: {error}; measure in this one (1 worker)"
                 ) from error
         yield file
+
+
+def _unname(file: Path) -> None:
+    # Windows keeps the names of mapped files until nobody maps them
+    with contextlib.suppress(PermissionError):
+        file.unlink()
 
 
 def _stored_bytes(lm: LoadedModel) -> int:
@@ -155,17 +180,17 @@ def _stored_bytes(lm: LoadedModel) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + 10_000_000
 
 
-# what a worker works with: set once when it starts, by the only function that runs before the jobs
-_loaded: tuple[LoadedModel, RunPlan] | None = None
+# what a worker works with: put here when it starts, by the only function that runs before its jobs
+_works_with: list[tuple[LoadedModel, RunPlan]] = []
 
 
-def _begin(file: Path, alive: Connection) -> None:
-    global _loaded
+def _begin(file: Path, alive: Connection, loaded: Semaphore) -> None:
     # Ctrl-C reaches the whole group: the parent decides what becomes of it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
     torch.set_num_threads(1)
-    _loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+    _works_with.append(torch.load(file, map_location="cpu", mmap=True, weights_only=False))
+    loaded.release()
 
 
 def _end_with(alive: Connection) -> None:
@@ -176,6 +201,5 @@ def _end_with(alive: Connection) -> None:
 
 
 def _measure(job: Job) -> PromptWork:
-    assert _loaded is not None
-    lm, plan = _loaded
+    ((lm, plan),) = _works_with
     return measure_prompt(lm, job.prompt, plan, target=job.target, own=job.own, signed=job.signed)

@@ -166,9 +166,9 @@ def states(
     m: NDArray[np.floating],
     *,
     margin: float = 0.02,
-    small: float = 0.5,
-    even: float = 1.0,
-    among: NDArray[np.integer] | None = None,
+    absent_below: float = 0.5,
+    present_from: float = 1.0,
+    expected: Array | None = None,
     level: float = 0.05,
     family: bool = True,
 ) -> States:
@@ -177,33 +177,30 @@ def states(
     Parameters
     ----------
     m : [row], the target on the unedited prompt.
-    margin : share of |m| that an effect has to reach, whatever the others of its row are.
-    small, even : shares of the row's mean effect size below which an effect is absent and from which it is present.
-    among : [row] items over which that mean is taken, those without a measured effect counting as 0; the measured ones
-        when None. For rows of which only the items with the largest expected effects were measured.
+    margin, absent_below, present_from, expected : see `margins`.
     level : the interval holds the effect with chance 1 - level; also the level of the correction.
     family : correct over all measured items (Benjamini & Hochberg, presence and absence apart). Without effect on
         knock-outs, whose p are 0 or 1.
 
     Raises
     ------
-    ShapeError : not one m, or one number of items, for each row.
-    ValueError : not 0 <= small <= even, margin below 0, or level not in (0, 1).
+    ShapeError, ValueError : see `margins`; a level not in (0, 1).
     """
-    clean = np.asarray(m, dtype=np.float64)
-    if clean.shape != evidence.floor.shape:
-        raise ShapeError(f"m has shape {clean.shape}; expected one for each of {len(evidence.floor)} rows")
-    if margin < 0 or not 0 <= small <= even or not 0 < level < 1:
-        raise ValueError(
-            f"margin is {margin}, small {small}, even {even} and level {level}; expected margin >= 0, 0 <= small <= "
-            "even and a level between 0 and 1"
-        )
-    least = np.maximum(evidence.floor, margin * np.abs(clean))
-    mean = _mean_size(evidence.effect, among)
-    absent_below, present_from = np.maximum(least, small * mean), np.maximum(least, even * mean)
+    if not 0 < level < 1:
+        raise ValueError(f"level is {level}; expected a number between 0 and 1")
+    below, upwards = margins(
+        evidence.effect,
+        evidence.floor,
+        m,
+        margin=margin,
+        absent_below=absent_below,
+        present_from=present_from,
+        expected=expected,
+    )
     half = evidence.half_width(level)
     low, high = evidence.effect - half, evidence.effect + half
-    inner, outer = absent_below[:, None], present_from[:, None]
+    # effects that equal a margin, as those of a row of equal effects do, must not depend on the rounding of a mean
+    inner, outer = below[:, None] * (1 + 1e-9), upwards[:, None] * (1 - 1e-9)
     measured = np.isfinite(evidence.effect)
     present = measured & ((low >= outer) | (high <= -outer))
     absent = measured & (low > -inner) & (high < inner)
@@ -212,16 +209,54 @@ def states(
         p_present, p_absent = (benjamini_hochberg(p.ravel()).reshape(p.shape) for p in (p_present, p_absent))
         present, absent = present & (p_present <= level), absent & (p_absent <= level)
     state = np.where(present, PRESENT, np.where(absent, ABSENT, np.where(measured, UNSURE, "")))
-    return States(state, low, high, p_present, p_absent, absent_below, present_from)
+    return States(state, low, high, p_present, p_absent, below, upwards)
 
 
-def _mean_size(effect: Array, among: NDArray[np.integer] | None) -> Array:
-    """[row] mean |effect|; 0 for rows without any."""
-    measured = np.isfinite(effect)
-    count = measured.sum(axis=1) if among is None else np.asarray(among)
-    if count.shape != (len(effect),):
-        raise ShapeError(f"among has shape {count.shape}; expected one number for each of {len(effect)} rows")
-    return np.where(measured, np.abs(effect), 0.0).sum(axis=1) / np.maximum(count, 1)
+def margins(
+    effect: Array,
+    floor: Array,
+    m: NDArray[np.floating],
+    *,
+    margin: float = 0.02,
+    absent_below: float = 0.5,
+    present_from: float = 1.0,
+    expected: Array | None = None,
+) -> tuple[Array, Array]:
+    """Below which size an effect of a row is absent, and from which it is present.
+
+    max(floor, margin |m|, share mean |effect|), with the share `absent_below` and `present_from`.
+
+    Parameters
+    ----------
+    effect : [row, item], nan where not measured.
+    floor, m : [row] noise floor, and target on the unedited prompt.
+    margin : share of |m| that an effect has to reach, whatever the others of its row are.
+    absent_below, present_from : shares of the row's mean effect size.
+    expected : [row, item] estimates that stand in the mean for effects that were not measured, or nan: where a screen
+        measured only those that promised most, their mean alone would be too large. None without a screen.
+
+    Raises
+    ------
+    ShapeError : not one m for each row, or expected effects of other items.
+    ValueError : not 0 <= absent_below <= present_from, or margin below 0.
+    """
+    clean = np.asarray(m, dtype=np.float64)
+    if clean.shape != floor.shape:
+        raise ShapeError(f"m has shape {clean.shape}; expected one for each of {len(floor)} rows")
+    if margin < 0 or not 0 <= absent_below <= present_from:
+        raise ValueError(
+            f"margin is {margin}, absent_below {absent_below} and present_from {present_from}; expected margin >= 0 "
+            "and 0 <= absent_below <= present_from"
+        )
+    size = np.abs(effect)
+    if expected is not None:
+        if expected.shape != effect.shape:
+            raise ShapeError(f"expected has shape {expected.shape} and effect {effect.shape}; expected the same items")
+        size = np.where(np.isfinite(size), size, np.abs(expected))
+    known = np.isfinite(size)
+    mean = np.where(known, size, 0.0).sum(axis=1) / np.maximum(known.sum(axis=1), 1)
+    least = np.maximum(floor, margin * np.abs(clean))
+    return np.maximum(least, absent_below * mean), np.maximum(least, present_from * mean)
 
 
 def _tests(

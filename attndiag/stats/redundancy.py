@@ -15,21 +15,22 @@ def stand_ins(
     single: NDArray[np.floating],
     joint: float,
     without: NDArray[np.floating],
-    delta: float,
+    absent_below: NDArray[np.floating] | float,
+    present_from: NDArray[np.floating] | float,
     *,
     floor: float = 0.0,
 ) -> NDArray[np.bool_]:
     """Which items of a set are redundant.
 
-    Item i is redundant where |e_j| + floor < delta for every item j, |e_all| - floor >= delta, and
-    |e_all - e_all but i| - floor >= delta.
+    Item i is redundant where |e_j| + floor < absent_below_j for every item j, |e_all| - floor >= present_from_i, and
+    |e_all - e_all but i| - floor >= present_from_i.
 
     Parameters
     ----------
     single : [item] effect of removing one.
     joint : effect of removing all.
     without : [item] effect of removing all but this one.
-    delta : margin that an effect has to reach, max(noise floor, `Thresholds.margin` |m|).
+    absent_below, present_from : margins of each item's row, see `evidence.margins`.
     floor : noise floor of m, the uncertainty of every effect.
 
     Returns
@@ -44,6 +45,6 @@ def stand_ins(
     rest = np.asarray(without, dtype=np.float64)
     if own.ndim != 1 or own.shape != rest.shape or own.size < 2:
         raise ValueError(f"single has shape {own.shape} and without {rest.shape}; expected one entry for each of >= 2")
-    if not bool((own + floor < delta).all()) or abs(joint) - floor < delta:
+    if not bool((own + floor < absent_below).all()):
         return np.zeros(own.shape, dtype=bool)
-    return np.abs(joint - rest) - floor >= delta
+    return (abs(joint) - floor >= present_from) & (np.abs(joint - rest) - floor >= present_from)

@@ -49,9 +49,9 @@ class Thresholds:
 
     Parameters
     ----------
-    high, low : a share of at least high / n is a high claim, one of at most low / n a low claim. An effect of less than
-        `low` times the mean effect size of its row is absent: a low claim says no less.
-    even : an effect is present from `even` times that mean on.
+    high, low : a share of at least high / n is a high claim, one of at most low / n a low claim.
+    absent_below, present_from : shares of the row's mean effect size: what a claim of 1 / n is to claims. With
+        absent_below = low, an effect that is absent is one of which a low claim would be true.
     margin : share of |m| that an effect has to reach to be present, and below which it is absent, whatever the others
         of its row are.
     level : of the intervals and of the correction over items.
@@ -62,7 +62,8 @@ class Thresholds:
 
     high: float = 2.0
     low: float = 0.5
-    even: float = 1.0
+    absent_below: float = 0.5
+    present_from: float = 1.0
     margin: float = 0.02
     level: float = 0.05
     least_items: int = LEAST_ITEMS
@@ -70,9 +71,12 @@ class Thresholds:
     majority: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.low < self.high or not self.low <= self.even <= self.high:
+        if not 0 <= self.low < self.high:
+            raise ValueError(f"low is {self.low} and high {self.high}; expected 0 <= low < high")
+        if not 0 <= self.absent_below <= self.present_from:
             raise ValueError(
-                f"low is {self.low}, even {self.even} and high {self.high}; expected 0 <= low < high, and even between"
+                f"absent_below is {self.absent_below} and present_from {self.present_from}; expected 0 <= absent_below "
+                "<= present_from"
             )
         if self.margin < 0 or not 0 < self.level < 1 or self.least_items < 2:
             raise ValueError(
@@ -191,7 +195,7 @@ def judge(
     failed_checks: Sequence[Sequence[str]] | None = None,
     replacement_tau: NDArray[np.floating] | None = None,
     redundant: NDArray[np.bool_] | None = None,
-    among: NDArray[np.integer] | None = None,
+    expected: Array | None = None,
     thresholds: Thresholds | None = None,
     family: bool = True,
 ) -> Verdicts:
@@ -207,7 +211,8 @@ def judge(
     failed_checks : [row] names of self-checks that failed (a capture that does not reproduce the model, ...).
     replacement_tau : [row] what `replacement_agreement` said, nan included; None where only one replacement was used.
     redundant : [row, item] of `redundancy.stand_ins`: where the effect is absent, the state is `redundant` instead.
-    among, family : see `evidence.states`.
+    expected : see `evidence.margins`.
+    family : see `evidence.states`.
 
     Raises
     ------
@@ -230,9 +235,9 @@ def judge(
         inside,
         clean,
         margin=limits.margin,
-        small=limits.low,
-        even=limits.even,
-        among=among,
+        absent_below=limits.absent_below,
+        present_from=limits.present_from,
+        expected=expected,
         level=limits.level,
         family=family,
     )

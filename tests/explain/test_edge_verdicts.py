@@ -65,6 +65,19 @@ def test_the_plans_thresholds_decide_which_edges_are_removed_together() -> None:
     assert work.edges is not None and work.edges.redundant is not None and not work.edges.redundant.any()
 
 
+@pytest.mark.parametrize("seed", [3, 5, 11])
+def test_a_screen_judges_what_it_measures_as_all_edges_would(seed: int) -> None:
+    lm, prompt = loaded(randomised_sink(seed))
+    whole = judge_edges([measure_edges(lm, prompt, TARGET)]).judged["weight"]
+    screened = measure_edges(lm, prompt, TARGET, EdgePlan(extent="screen", most=6))
+    assert np.isfinite(screened.effect).sum() == 6
+    some = judge_edges([screened]).judged["weight"]
+    # estimates stand for the edges that were left out; the mean of those measured alone is several times as large
+    np.testing.assert_allclose(some.shown.present_from, whole.shown.present_from, rtol=1e-5)
+    known = some.verdict != ""
+    np.testing.assert_array_equal(some.verdict[known], whole.verdict[known])
+
+
 def test_prompts_of_different_length_stand_side_by_side(lm: LoadedModel) -> None:
     prompts = [
         attndiag.Prompt("<bos> w5 w9 w13 w30", id="a", cluster="x"),

@@ -147,7 +147,7 @@ def test_a_planted_redundant_pair_is_redundant_and_not_irrelevant() -> None:
     single = np.array([without(head) for head in range(3)])
     joint, rest = without(0, 1, 2), np.array([without(1, 2), without(0, 2), without(0, 1)])
     delta = 0.02 * abs(m)
-    redundant = stand_ins(single, joint, rest, delta)
+    redundant = stand_ins(single, joint, rest, delta, delta)
     assert redundant.tolist() == [True, True, False]
     # all three heads have mass; by single effects alone each would be a weight without effect
     found = judge(np.array([[1.0, 1.0, 0.1]]), from_knockout(single[None]), np.array([m]), redundant=redundant[None])

@@ -84,17 +84,19 @@ def test_two_copies_of_an_induction_head_stand_in_for_each_other() -> None:
 
 def test_who_stands_in_and_who_is_idle() -> None:
     """A pair and an idle third: together they have an effect, and leaving the third in changes nothing of it."""
-    assert stand_ins(np.zeros(3), 8.0, np.array([0.0, 0.0, 8.0]), 0.1).tolist() == [True, True, False]
+    assert stand_ins(np.zeros(3), 8.0, np.array([0.0, 0.0, 8.0]), 0.1, 0.1).tolist() == [True, True, False]
     # two pairs that read the same key
-    assert stand_ins(np.zeros(4), 8.0, np.array([4.0, 4.0, 4.0, 4.0]), 0.1).all()
+    assert stand_ins(np.zeros(4), 8.0, np.array([4.0, 4.0, 4.0, 4.0]), 0.1, 0.1).all()
     # nothing together, an effect of one alone, everything within the noise
-    assert not stand_ins(np.zeros(2), 0.05, np.zeros(2), 0.1).any()
-    assert not stand_ins(np.array([0.2, 0.0]), 8.0, np.zeros(2), 0.1).any()
-    assert not stand_ins(np.zeros(2), 8.0, np.zeros(2), 0.1, floor=0.2).any()
+    assert not stand_ins(np.zeros(2), 0.05, np.zeros(2), 0.1, 0.1).any()
+    assert not stand_ins(np.array([0.2, 0.0]), 8.0, np.zeros(2), 0.1, 0.1).any()
+    assert not stand_ins(np.zeros(2), 8.0, np.zeros(2), 0.1, 0.1, floor=0.2).any()
+    # present is decided by an item's own row
+    assert stand_ins(np.zeros(2), 8.0, np.zeros(2), 0.1, np.array([0.1, 9.0])).tolist() == [True, False]
     with pytest.raises(ValueError, match="one entry for each of >= 2"):
-        stand_ins(np.zeros(1), 1.0, np.zeros(1), 0.1)
+        stand_ins(np.zeros(1), 1.0, np.zeros(1), 0.1, 0.1)
     with pytest.raises(ValueError, match=r"without \(3,\)"):
-        stand_ins(np.zeros(2), 1.0, np.zeros(3), 0.1)
+        stand_ins(np.zeros(2), 1.0, np.zeros(3), 0.1, 0.1)
 
 
 # ------------------------------------------------------------------------------------------------- tokens and chance

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from attndiag.runs.config import ConfigError, RunConfig, read_config
+from attndiag.runs.config import ConfigError, RunConfig, ThresholdsConfig, read_config
+from attndiag.stats.verdicts import Thresholds
 
 
 def written(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     return path
+
+
+def test_thresholds_have_one_set_of_defaults() -> None:
+    assert ThresholdsConfig().model_dump() == asdict(Thresholds())
 
 
 def test_flags_win_over_the_file_and_defaults_fill_the_rest(tmp_path: Path) -> None:

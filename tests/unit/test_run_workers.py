@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,19 +52,24 @@ def one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-class Told:
-    """A callback that keeps what it is told, and does something after the first prompt."""
+def tiny_plan() -> RunPlan:
+    return make_plan(["weight"], replacements=[], metrics=[], heads=False, edges=None)
 
-    def __init__(self, then: Any = None) -> None:
+
+class Told:
+    """A callback that keeps what it is told, and does something after so many prompts."""
+
+    def __init__(self, then: Any = None, after: int = 1) -> None:
         self.done: list[str] = []
         self.then = then
+        self.after = after
 
     def on_start(self, facts: Any, done: int, total: int) -> None:
         self.found = done
 
     def on_prompt(self, work: Any, done: int, total: int) -> None:
         self.done.append(work.label)
-        if self.then is not None and len(self.done) == 1:
+        if self.then is not None and len(self.done) == self.after:
             self.then()
 
     def on_end(self, run: Any) -> None:
@@ -85,18 +91,31 @@ def test_two_workers_give_the_tables_of_one_process(lm: LoadedModel, tmp_path: P
     assert not list(tmp_path.glob(".*.tmp"))
 
 
+def test_workers_need_no_folder(lm: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers.tempfile, "tempdir", str(tmp_path))
+    left: list[Path] = []
+    told = Told(lambda: left.extend(tmp_path.rglob(".model*")), after=len(PROMPTS))
+    found = attndiag.run(lm, PROMPTS, plan=small_plan(), workers=2, callback=told)
+    assert found.facts["status"] == "complete" and found.folder is None
+    # when the last prompt was done, every worker had had the weights for long: they had no name any more
+    assert len(told.done) == len(PROMPTS) and left == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_worker_that_dies_loses_nothing_that_was_done(lm: LoadedModel, tmp_path: Path) -> None:
+    many = [replace(PROMPTS[i % 5], id=f"p{i}") for i in range(200)]
+
     def kill() -> None:
         for child in multiprocessing.active_children():
             os.kill(child.pid or 0, signal.SIGKILL)
 
     told = Told(kill)
     with pytest.raises(WorkerError, match="same call with fewer workers goes on"):
-        attndiag.run(lm, PROMPTS, plan=small_plan(), workers=2, output=tmp_path, callback=told)
+        attndiag.run(lm, many, plan=tiny_plan(), workers=2, output=tmp_path, callback=told)
     assert not list(tmp_path.glob(".*.tmp"))
     again = Told()
-    found = attndiag.run(lm, PROMPTS, plan=small_plan(), output=tmp_path, callback=again)
-    assert again.found >= 1 and again.found + len(again.done) == len(PROMPTS)
+    found = attndiag.run(lm, many, plan=tiny_plan(), output=tmp_path, callback=again)
+    assert again.found >= len(told.done) and again.found + len(again.done) == len(many)
     assert found.facts["status"] == "complete"
 
 
@@ -134,24 +153,27 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_end_with_a_killed_parent_and_their_weights_are_removed_by_the_next_run(
-    lm: LoadedModel, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_workers_end_with_their_parent_and_leave_nothing(lm: LoadedModel, tmp_path: Path, how: signal.Signals) -> None:
     driver, folder = tmp_path / "driver.py", tmp_path / "run"
     driver.write_text(DRIVER)
     parent = subprocess.Popen(
         [sys.executable, str(driver), str(Path(__file__).parent), str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     with parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
-        parent.kill()
-    # killed before it could tidy up
-    assert list(folder.glob(".model.*.tmp"))
+        # Ctrl-C reaches the workers as well
+        os.killpg(parent.pid, how) if how == signal.SIGINT else parent.send_signal(how)
+        said = parent.stderr.read() if parent.stderr is not None else ""
+    # of all processes only the parent has something to say of an interrupt
+    assert said.count("KeyboardInterrupt") == (how == signal.SIGINT), said
     limit = time.monotonic() + 30
     while any(_runs(pid) for pid in pids) and time.monotonic() < limit:
         time.sleep(0.05)

@@ -47,13 +47,20 @@ def test_margins_are_the_largest_of_noise_floor_share_of_m_and_parts_of_the_mean
     np.testing.assert_allclose(shown.absent_below, [4 / 3 / 2, 0.2, 0.3])
     np.testing.assert_allclose(shown.present_from, [4 / 3, 0.2, 0.3])
     assert shown.state[0].tolist() == ["present", "unsure", "absent", ""]
-    # items that a screen left out count as 0
-    screened = states(from_knockout(effects), np.array([10.0, 10.0, 10.0]), among=np.array([8, 8, 8]))
-    np.testing.assert_allclose(screened.present_from, [4 / 8, 0.2, 0.2])
-    with pytest.raises(ShapeError, match="among has shape"):
-        states(from_knockout(effects), np.ones(3), among=np.array([8]))
-    with pytest.raises(ValueError, match="small -1"):
-        states(from_knockout(effects), np.ones(3), small=-1.0)
+    # an estimate stands for an item that a screen left out, and for no other
+    expected = np.full(effects.shape, 9.0)
+    expected[0, 3] = -0.4
+    screened = states(from_knockout(effects), np.array([10.0, 10.0, 10.0]), expected=expected)
+    np.testing.assert_allclose(screened.present_from, [4.4 / 4, (9 + 0.1) / 4, 0.2])
+    with pytest.raises(ShapeError, match="expected has shape"):
+        states(from_knockout(effects), np.ones(3), expected=expected[:1])
+    with pytest.raises(ValueError, match="absent_below -1"):
+        states(from_knockout(effects), np.ones(3), absent_below=-1.0)
+
+
+@pytest.mark.parametrize(("size", "n"), [(0.1, 3), (0.7, 7), (0.1, 6), (0.3, 12), (0.5, 4)])
+def test_equal_effects_are_present_whatever_the_rounding_of_their_mean(size: float, n: int) -> None:
+    assert set(states(from_knockout(np.full((1, n), size)), np.array([1.0])).state[0]) == {"present"}
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 3.0])
@@ -63,6 +70,16 @@ def test_effects_do_not_disagree_with_themselves(spread: float) -> None:
     found = judge(effects, from_knockout(effects), np.full(300, 1.0), thresholds=Thresholds(margin=0.0))
     assert found.counts["disagree"] == 0
     assert found.counts["agree"] > 0 or spread == 0.1
+    # by the usual margin, only where twice the mean is still within it
+    mean = np.abs(effects).mean(axis=1)
+    m = 100 * float(np.median(mean))
+    usual = judge(effects, from_knockout(effects), np.full(300, m))
+    own = 2 * mean < 0.02 * m
+    assert own.any() and not (usual.verdict[~own] == "disagree").any()
+    # with draws, too
+    draws = effects * rng.normal(1, 0.3, (16, 1, 12))
+    drawn = judge(draws.mean(axis=0), from_draws(draws), np.full(300, 1.0))
+    assert drawn.counts["disagree"] == 0 and (spread == 0.1 or drawn.counts["agree"] > 0)
     # a margin above all effects of a row: nothing in it is worth a high claim
     nothing = judge(effects, from_knockout(effects), np.full(300, 1e6))
     assert nothing.counts["disagree"] == (nothing.claim == "high").sum()
@@ -107,6 +124,8 @@ def test_thresholds_are_parameters_and_travel_with_the_result() -> None:
     assert len(frame) == 6
     with pytest.raises(ValueError, match="0 <= low < high"):
         Thresholds(low=3.0)
+    with pytest.raises(ValueError, match="absent_below is 2"):
+        Thresholds(absent_below=2.0)
     with pytest.raises(ValueError, match="margin is -1"):
         Thresholds(margin=-1)
 
@@ -205,7 +224,7 @@ def test_replacements_that_order_the_tokens_differently_give_no_verdict() -> Non
 def test_items_that_stand_in_for_each_other_are_redundant_and_not_irrelevant() -> None:
     scores, single = np.array([[0.42, 0.42, 0.06, 0.05, 0.05]]), np.array([0.0, 0.0, 0.0, 3.0, 0.0])
     redundant = np.zeros(5, dtype=bool)
-    redundant[:3] = stand_ins(single[:3], 8.0, np.array([0.0, 0.0, 8.0]), delta=0.2, floor=0.01)
+    redundant[:3] = stand_ins(single[:3], 8.0, np.array([0.0, 0.0, 8.0]), 0.2, 0.2, floor=0.01)
     assert redundant.tolist() == [True, True, False, False, False]
     evidence = from_knockout(single[None], 0.01)
     alone, together = (judge(scores, evidence, M, redundant=r) for r in (None, redundant[None]))
@@ -287,7 +306,7 @@ def test_evidence_refuses_what_does_not_fit() -> None:
         from_knockout(np.ones(3))
     with pytest.raises(ShapeError, match="one for each of 1 rows"):
         states(from_knockout(EFFECTS), np.ones(2))
-    with pytest.raises(ValueError, match="level 1"):
+    with pytest.raises(ValueError, match="level is 1"):
         states(from_knockout(EFFECTS), M, level=1)
     with pytest.raises(ShapeError, match="the same items"):
         judge(SCORES[:, :4], from_knockout(EFFECTS), M)
