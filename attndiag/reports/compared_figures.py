@@ -202,8 +202,8 @@ def draw_head_maps(rows: Sequence[Row], methods: Sequence[str]) -> Figure:
         grid = np.full((len(layers), n_heads), np.nan)
         for row in rows:
             found = row["by_method"].get(method)
-            if found is not None and found["decided"]:
-                grid[place[row["layer"]], row["head"]] = found["misleads"]
+            if found is not None and found.decided:
+                grid[place[row["layer"]], row["head"]] = found.share
         mesh = axis.pcolormesh(
             np.arange(n_heads + 1) - 0.5,
             np.arange(len(layers) + 1) - 0.5,
@@ -273,7 +273,7 @@ def draw_score_against_effect(
     some = [row for row in rows if _finite(row["probes"].get(score)) and _finite(row["probes"].get(effect))]
     figure, (left, right) = canvas(7.2, 2.9, nrows=1, ncols=2)
     place = [(float(row["probes"][score]), float(row["probes"][effect])) for row in some]
-    colours = [row["by_method"].get(method, {}).get("misleads", math.nan) for row in some]
+    colours = [row["by_method"][method].share if method in row["by_method"] else math.nan for row in some]
     unknown = [xy for xy, colour in zip(place, colours, strict=True) if not _finite(colour)]
     known = [(*xy, colour) for xy, colour in zip(place, colours, strict=True) if _finite(colour)]
     if unknown:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from attndiag.comparison.misled import rates_by_layer
 from attndiag.reports import compared_figures as drawing
 from attndiag.reports import compared_tables as tables
 from attndiag.reports import compared_words as words
@@ -27,7 +28,6 @@ from attndiag.reports.compared_facts import (
     version_text,
 )
 from attndiag.reports.compared_figures import Drawn
-from attndiag.reports.compared_rates import rates_by_layer
 from attndiag.reports.compared_tables import TOP, Row
 from attndiag.reports.html import asset, inline_svg, percent, render
 from attndiag.stats.inference import LEAST_CLUSTERS
@@ -36,7 +36,9 @@ from attndiag.stats.verdicts import VERDICTS, Thresholds
 if TYPE_CHECKING:
     import pandas as pd
 
+    from attndiag.comparison.edges import EdgeVerdicts
     from attndiag.runs.compared_run import ComparedRun
+    from attndiag.stats.rates import Rate
 
 Draw = Callable[[str, Drawn], str]
 # what probes say of a head and what it is worth, as far as they were measured: column, title, unit (None: the target's)
@@ -114,6 +116,7 @@ def page(
         heads_left_out=max(0, len(heads) - tables.HEADS_SHOWN),
         layers=tables.layer_rows(edges),
         heads_text=_heads_text(run),
+        too_narrow=_unknown_correlation(heads, edges),
         edge_methods=list(edges.judged) if edges is not None else [],
         probe_columns=_probe_columns(heads, run),
         verdicts=VERDICTS,
@@ -227,8 +230,9 @@ def verdict_text(run: ComparedRun) -> str:
         f"floor, {limits.margin:g}\u00b7|m|, {limits.present_from:g}\u00b7mean effect size of the row), absent when it "
         f"lies inside the same with {limits.absent_below:g}\u00b7mean: small, not always zero. Level "
         f"{limits.level:g}, Benjamini-Hochberg over the items. High and present, or low and absent: agree. High and "
-        "absent, or low and present: disagree. Else inconclusive. A method's own verdict is \u201cagree\u201d when more "
-        "than half of what it marks or should mark is right, interval and all, and more than shuffled claims reach."
+        "absent, or low and present: disagree. Else inconclusive. A method's own verdict is \u201cagree\u201d when "
+        "more than half of what it marks or should mark is right, interval and all, and more than shuffled claims "
+        "reach."
     )
 
 
@@ -284,6 +288,17 @@ def _heads_text(run: ComparedRun) -> str:
         "Verdicts), or most of the effect on keys with a low score. A head can score high on a probe and be worth "
         "nothing, because others do the same." + screened + mixed
     )
+
+
+def _unknown_correlation(heads: Sequence[Row], edges: EdgeVerdicts | None) -> list[str]:
+    """Methods of which no head can tell how alike the prompts of a cluster are, though clusters have several."""
+    found: list[str] = []
+    for name in edges.judged if edges is not None else ():
+        rates: list[Rate] = [row["by_method"][name] for row in heads if name in row["by_method"]]
+        several = [rate for rate in rates if rate.decided > rate.clusters > 1]
+        if several and all(rate.wrong in (0, rate.decided) for rate in several):
+            found.append(name)
+    return found
 
 
 def _task_text(prompts: pd.DataFrame) -> str:

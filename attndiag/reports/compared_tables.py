@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attndiag.reports.compared_rates import rates_by_head, rates_by_layer, rates_by_prompt
+from attndiag.comparison.misled import rates_by_head, rates_by_layer, rates_by_prompt
 from attndiag.stats.controls import RANDOM
 from attndiag.stats.verdicts import VERDICTS, Verdicts
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from attndiag.comparison.edges import EdgeVerdicts
     from attndiag.comparison.side_by_side import Comparison
+    from attndiag.stats.rates import Rate
     from attndiag.stats.verdict_sets import Catalogues
 
 Row = dict[str, Any]
@@ -208,7 +209,7 @@ def units_of(edges: EdgeVerdicts | None) -> dict[str, int]:
 
 
 def head_rows(edges: EdgeVerdicts | None, heads: pd.DataFrame | None) -> list[Row]:
-    """One row a head: how often each method misleads there, with intervals over clusters, beside what probes say of it.
+    """One row a head: how often each method misleads there (`by_method`, a `Rate` each), and what probes say of it.
 
     Heads on which `weight` misleads most surely come first: by the lower end of its interval.
     """
@@ -218,8 +219,7 @@ def head_rows(edges: EdgeVerdicts | None, heads: pd.DataFrame | None) -> list[Ro
     for name in () if edges is None else edges.judged:
         assert edges is not None
         for place, rate in rates_by_head(edges, name).items():
-            found = {**vars(rate), "misleads": rate.share, "enough_clusters": rate.enough_clusters}
-            rows.setdefault(place, {"by_method": {}})["by_method"][name] = found
+            rows.setdefault(place, {"by_method": {}})["by_method"][name] = rate
     probes = {} if heads is None or heads.empty else {
         (int(r["layer"]), int(r["head"])): r for r in _records(heads) if not pd.isna(r["layer"])
     }  # fmt: skip
@@ -231,10 +231,10 @@ def head_rows(edges: EdgeVerdicts | None, heads: pd.DataFrame | None) -> list[Ro
 
 def _most_surely_misled(row: Row) -> tuple[bool, float, float]:
     """Without an interval last but for those without a decided prompt."""
-    first = next(iter(row["by_method"].values()), None)
-    if not first or not first["decided"]:
+    first: Rate | None = next(iter(row["by_method"].values()), None)
+    if first is None or not first.decided:
         return (True, 1.0, 0.0)
-    return (False, 0.0 if math.isnan(first["low"]) else -first["low"], -first["wrong"])
+    return (False, 0.0 if math.isnan(first.low) else -first.low, -first.wrong)
 
 
 def layer_rows(edges: EdgeVerdicts | None) -> list[Row]:

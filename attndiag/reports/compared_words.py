@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from attndiag.reports.compared_rates import rate_of_prompts, rates_by_layer
+from attndiag.comparison.misled import rate_of_prompts, rates_by_layer
 from attndiag.reports.compared_tables import (
     Row,
     blocked_by,
@@ -121,7 +121,7 @@ def where_sentences(comparison: Comparison, edges: EdgeVerdicts | None) -> list[
         return []
     if edges is None or method not in edges.judged:
         return [] if comparison.prompts.empty else [_token_sentence(comparison, method)]
-    heads = [row for row in head_rows(edges, None) if row["by_method"][method]["decided"]]
+    heads = [row for row in head_rows(edges, None) if row["by_method"][method].decided]
     sentences = [_heads_sentence(heads, method), _layers_sentence(edges, method), _prompts_sentence(comparison, edges)]
     tokens = _token_sentence(comparison, method) if method in comparison.judged else ""
     return [text for text in (*sentences, tokens) if text]
@@ -130,9 +130,9 @@ def where_sentences(comparison: Comparison, edges: EdgeVerdicts | None) -> list[
 def _heads_sentence(heads: Sequence[Row], method: str) -> str:
     if not heads:
         return f"No head has a decided verdict on {in_words(method)}."
-    found = [row["by_method"][method] for row in heads]
-    always = sum(one["wrong"] == one["decided"] for one in found)
-    often = [row for row in heads if row["by_method"][method]["misleads"] > 0.5]
+    found: list[Rate] = [row["by_method"][method] for row in heads]
+    always = sum(one.wrong == one.decided for one in found)
+    often = [row for row in heads if row["by_method"][method].share > 0.5]
     named = ", ".join(_head(row, method) for row in often[:_NAMED])
     more = f" and {len(often) - _NAMED} more" if len(often) > _NAMED else ""
     if not often:
@@ -144,11 +144,8 @@ def _heads_sentence(heads: Sequence[Row], method: str) -> str:
 
 
 def _head(row: Row, method: str) -> str:
-    found = row["by_method"][method]
-    return (
-        f"L{row['layer']}H{row['head']} ({found['wrong']} of {found['decided']} prompts"
-        f"{_ends(found['low'], found['high'])})"
-    )
+    found: Rate = row["by_method"][method]
+    return f"L{row['layer']}H{row['head']} ({found.wrong} of {found.decided} prompts{_ends(found.low, found.high)})"
 
 
 def _layers_sentence(edges: EdgeVerdicts, method: str) -> str:

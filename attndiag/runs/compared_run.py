@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attndiag.comparison.edges import EdgeVerdicts, judge_edges
+from attndiag.comparison.misled import rates_by_head
 from attndiag.comparison.one_prompt import PromptResult
 from attndiag.comparison.side_by_side import Comparison, tables
 from attndiag.runs.compared_folder import ComparedFolder
@@ -46,11 +47,13 @@ class ComparedRun:
     checks : one row a self-check: `check`, `prompt` (None for the model's own), `passed`, `detail`.
     card : `attndiag.card` as plain values; None where it could not be made (`problems` says why).
     heads : one row a head: `layer`, `head`, `prompts`; by edge method `<method>_agree`, `<method>_disagree`,
-        `<method>_inconclusive`, `<method>_undefined` (prompts) and `<method>_misleads` (disagree / (agree +
-        disagree)); `mean_edge_effect` (mean size over prompts and keys, in `unit`), `largest_edge_effect`,
-        `head_effect` and `mean_head_effect_size` (deep runs), in a run with targets of several units `<name>[<unit>]`
-        for each of them; `prefix_matching_score`, `previous_token_score`,
-        `sink_mass` with `_low`, `_high`, `_baseline` beside them. nan where not measured. None without any of it.
+        `<method>_inconclusive`, `<method>_undefined` (prompts), `<method>_misleads` (disagree / (agree + disagree))
+        and the ends of its 95 % interval over clusters of prompts, `<method>_misleads_low` and
+        `<method>_misleads_high` (see `stats.rates`; nan with fewer than 2 clusters); `mean_edge_effect` (mean size over
+        prompts and keys, in `unit`), `largest_edge_effect`, `head_effect` and `mean_head_effect_size` (deep runs), in a
+        run with targets of several units `<name>[<unit>]` for each of them; `prefix_matching_score`,
+        `previous_token_score`, `sink_mass` with `_low`, `_high`, `_baseline` beside them. nan where not
+        measured. None without any of it.
     tokens : one row a token: `prompt`, `pos`, `token_id`, `text`, `char_start`, `char_end`, `is_special`.
     timings : one row a prompt and work: `prompt` (None for the model's own), `work`, `seconds`.
     folder : where it is kept; None for a run in memory.
@@ -258,6 +261,10 @@ def _heads(edges: EdgeVerdicts | None, model: ModelWork) -> pd.DataFrame | None:
         frames.append(_measured_heads(edges))
         for method in edges.judged:
             found = edges.heads(method).drop(columns="replacement_dependent")
+            rates = rates_by_head(edges, method)
+            ordered = [rates[place] for place in zip(found["layer"], found["head"], strict=True)]
+            found["misleads_low"] = [rate.low for rate in ordered]
+            found["misleads_high"] = [rate.high for rate in ordered]
             frames.append(
                 found.rename(columns={name: f"{method}_{name}" for name in found if name not in ("layer", "head")})
             )

@@ -155,7 +155,7 @@ _SCHEMAS = (
             _RUN,
             _LAYER,
             _HEAD,
-            Column("measure", "string", "a column of `ComparedRun.heads`"),
+            Column("measure", "string", "a column of `ComparedRun.heads`; `_low`, `_high`: ends of its 95 % interval"),
             _UNIT,
             Column("value", "float64", "the number; null where undefined or not measured"),
         ),

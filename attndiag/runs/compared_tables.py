@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from attndiag.comparison.edges import EdgeVerdicts
     from attndiag.runs.compared_run import ComparedRun
 
-# units of the columns of `ComparedRun.heads`; counts have none, effects that of the target
+# units of the columns of `ComparedRun.heads` by a word of their name, ends of intervals included; counts have none,
+# effects that of the target
 _HEAD_UNITS = {"misleads": "rate", "score": "mass", "mass": "mass", "effect": "target", "size": "target"}
 
 

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 
 import attndiag
+from attndiag.comparison.misled import rate_of_prompts
 from attndiag.errors import AttnDiagError
 from attndiag.models.load import LoadedModel
 from attndiag.prompts import Prompt, Target
@@ -21,13 +22,13 @@ from attndiag.reports import compared_tables as tables
 from attndiag.reports import compared_words as words
 from attndiag.reports.compared import Compared, compare
 from attndiag.reports.compared_page import page
-from attndiag.reports.compared_rates import rate_of_prompts
 from attndiag.reports.compared_report import ComparisonReport, render_comparison
 from attndiag.reports.html import BUDGET, fixed, number, percent
 from attndiag.reports.page import report
-from attndiag.runs.compared_run import ComparedRun
+from attndiag.runs.compared_run import ComparedRun, _heads
+from attndiag.runs.compared_tables import tidy_tables
 from attndiag.runs.comparing import run
-from attndiag.stats.rates import binomial_interval, rate_over_clusters
+from attndiag.runs.result_files import ModelWork
 
 NASTY = "<script>alert(1)</script> John & \u202eMary {{7*7}}"
 PROMPTS = [
@@ -284,14 +285,22 @@ def test_heads_and_layers_carry_how_often_they_mislead_with_an_interval_over_clu
     text = text_of(plain(mixed))
     for row in tables.head_rows(edges, mixed.heads):
         found, want = row["by_method"]["weight"], frame.loc[(row["layer"], row["head"])]
-        assert (found["wrong"], found["decided"]) == (want.disagree, want.agree + want.disagree)
+        assert (found.wrong, found.decided) == (want.disagree, want.agree + want.disagree)
         here = decided[(decided.layer == row["layer"]) & (decided["head"] == row["head"])]
-        assert found["clusters"] == here.cluster.nunique()
+        assert found.clusters == here.cluster.nunique()
         assert row["probes"]["largest_edge_effect[nats]"] > 0
-        if found["clusters"] > 1:
-            assert 0 <= found["low"] <= found["misleads"] <= found["high"] <= 1
-            shown = f"{found['wrong']} of {found['decided']} {percent(found['low'], 0)} to {percent(found['high'], 0)} "
-            assert f"L{row['layer']}H{row['head']} {shown.replace(chr(160), ' ')}{found['clusters']} cluster" in text
+        if found.clusters > 1:
+            assert 0 <= found.low <= found.share <= found.high <= 1
+            shown = f"{found.wrong} of {found.decided} {percent(found.low, 0)} to {percent(found.high, 0)} "
+            assert f"L{row['layer']}H{row['head']} {shown.replace(chr(160), ' ')}{found.clusters} cluster" in text
+    # the tables of a run hold the same ends
+    exported = tidy_tables(replace(mixed, heads=_heads(edges, ModelWork(None, {}, {}))))["heads"].to_pandas()
+    assert set(exported[exported.measure.str.contains("_misleads")].unit) == {"rate"}
+    exported = exported.pivot(index=["layer", "head"], columns="measure", values="value")
+    for row in tables.head_rows(edges, None):
+        for name, rate in row["by_method"].items():
+            ends = exported.loc[(row["layer"], row["head"]), [f"{name}_misleads{end}" for end in ("_low", "", "_high")]]
+            np.testing.assert_array_equal(ends.to_numpy(dtype=float), [rate.low, rate.share, rate.high])
     for row in tables.layer_rows(edges):
         rate, here = row["by_method"]["weight"], decided[decided.layer == row["layer"]]
         assert (rate.wrong, rate.decided) == ((here.verdict == "disagree").sum(), len(here))
@@ -302,41 +311,22 @@ def test_heads_and_layers_carry_how_often_they_mislead_with_an_interval_over_clu
     assert f"Prompts: on {over.wrong} of {over.decided} they mislead in more than half of the decided heads" in text
 
 
-def test_intervals_of_rates_are_exact_for_independent_cases_and_wider_for_clusters() -> None:
-    from scipy.stats import binomtest
-
-    for wrong, n in ((50, 80), (79, 80), (80, 80), (0, 80)):
-        exact = binomtest(wrong, n).proportion_ci(0.95, method="exact")
-        found = rate_over_clusters([True] * wrong + [False] * (n - wrong), list(range(n)))
-        assert (found.wrong, found.decided, found.clusters, found.enough_clusters) == (wrong, n, n, True)
-        assert (found.low, found.high) == pytest.approx((exact.low, exact.high), abs=2e-3)
-    # prompts of one cluster say the same: 80 of them are worth 8
-    clusters = np.repeat(np.arange(8), 10).tolist()
-    rate = rate_over_clusters([True] * 50 + [False] * 30, clusters)
-    assert not rate.enough_clusters
-    eight = binomtest(5, 8).proportion_ci(0.95, method="exact")
-    assert rate.low < eight.low + 0.05 and rate.high > eight.high - 0.05
-    # one prompt less that misleads is never surer to
-    ends = [rate_over_clusters([True] * k + [False] * (80 - k), clusters).low for k in (80, 79, 78, 77)]
-    assert ends == sorted(ends, reverse=True)
-    # one cluster is one case, and nothing decided is nothing known
-    one, none = rate_over_clusters([True, False], ["a", "a"]), rate_over_clusters([], [])
-    assert np.isnan([one.low, one.high, none.low, none.high, none.share]).all() and none.clusters == 0
-
-
-def test_intervals_of_rates_hold_the_true_rate_where_clusters_are_alike() -> None:
-    rng = np.random.default_rng(5)
-    for truth, n_clusters in ((0.9, 16), (0.6, 12)):
-        # beta-binomial, correlation .2 within clusters of three prompts
-        held, naive = 0, 0
-        for _ in range(400):
-            rates = rng.beta(4 * truth, 4 * (1 - truth), n_clusters)
-            drawn = (rng.random((n_clusters, 3)) < rates[:, None]).ravel()
-            found = rate_over_clusters(drawn.tolist(), np.repeat(np.arange(n_clusters), 3).tolist())
-            held += found.low <= truth <= found.high
-            low, high = binomial_interval(float(drawn.mean()), float(len(drawn)))
-            naive += low <= truth <= high
-        assert held / 400 >= 0.93 and held > naive
+def test_a_page_says_for_which_methods_nothing_is_known_of_the_clusters(mixed: ComparedRun) -> None:
+    assert mixed.edges is not None
+    edges = replace(
+        mixed.edges, rows=tuple((p, "ab"[i % 2], la, h) for i, (p, _, la, h) in enumerate(mixed.edges.rows))
+    )
+    rows = edges.head_rows("weight").assign(verdict="disagree")
+    for one, cluster in (("p0", "a"), ("p1", "a"), ("p2", "b"), ("p3", "b"), ("p4", "b")):
+        rows.loc[rows["prompt"] == one, "cluster"] = cluster
+    edges._head_rows["weight"] = rows
+    said = "For weight every head says the same on all its prompts"
+    assert said in text_of(plain(replace(mixed, edges=edges)))
+    rows = rows.copy()
+    rows.loc[rows["prompt"] == "p0", "verdict"] = "agree"
+    other = replace(edges)
+    other._head_rows["weight"] = rows
+    assert said not in text_of(plain(replace(mixed, edges=other)))
 
 
 def test_every_case_shows_its_prompt_with_the_token_marked(kept: ComparedRun) -> None:
