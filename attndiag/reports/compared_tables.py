@@ -153,6 +153,7 @@ def faithfulness_rows(comparison: Comparison) -> list[tuple[str, list[Row]]]:
                     "mean": float(found["value"].mean()),
                     "prompts": len(found),
                     "undefined": int(found["value"].isna().sum()),
+                    "why": next((str(told) for told in found["undefined"] if told), ""),
                     "direction": first["direction"],
                     "unit": str(unit),
                     "control": bool(first["control"]),

@@ -165,6 +165,16 @@ def test_faithfulness_on_the_page_is_that_of_the_frames(kept: ComparedRun) -> No
         assert [row["control"] for row in rows] == sorted(row["control"] for row in rows)
 
 
+def test_a_method_without_faithfulness_has_its_reason_on_the_page(lm: LoadedModel) -> None:
+    count = [len(lm.encode(prompt).tokens[0]) for prompt in PROMPTS[:2]]
+    own = {"mine": [[float("nan"), *range(1, count[0])], [*range(count[1])]]}
+    found = run(lm, PROMPTS[:2], methods=["weight"], replacements=["delete"], edges=None, heads=False, own=own)
+    text = text_of(plain(found))
+    assert "mine undefined on 1: no score for 'When' (0), so it orders not all tokens" in text
+    # one deterministic replacement has no interval, an estimate from draws has
+    assert re.search(r"effect \S+ (logits|nats) \(exact\); absent below", text)
+
+
 @pytest.fixture(scope="module")
 def mixed(lm: LoadedModel) -> ComparedRun:
     """Two prompts with a target in logits, three in nats."""
