@@ -126,7 +126,8 @@ def measured(
             waiting: dict[Future[PromptWork], str] = {pool.submit(_measure, job): key for key, job in jobs.items()}
             to_load = n
             while waiting:
-                done = wait(waiting, timeout=0.2 if to_load else None, return_when=FIRST_COMPLETED).done
+                # never for long: an interrupt just before a wait is seen after it
+                done = wait(waiting, timeout=0.2 if to_load else 1.0, return_when=FIRST_COMPLETED).done
                 while to_load and loaded.acquire(block=False):
                     to_load -= 1
                     if not to_load:

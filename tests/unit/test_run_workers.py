@@ -132,7 +132,7 @@ def test_a_callback_that_raises_ends_the_workers(lm: LoadedModel, tmp_path: Path
 
 
 DRIVER = """
-import sys
+import sys, time
 sys.path.insert(0, sys.argv[1])
 import attndiag
 from attndiag.models.known import sink_against_value
@@ -143,7 +143,9 @@ class Pids:
     def on_prompt(self, work, done, total):
         import multiprocessing
         print(*[child.pid for child in multiprocessing.active_children()], flush=True)
-        sys.stdin.read()
+        # not one long wait: a signal just before it would be seen only after it
+        while True:
+            time.sleep(0.05)
     def on_end(self, run): pass
 
 if __name__ == "__main__":
@@ -159,7 +161,6 @@ def test_workers_end_with_their_parent_and_leave_nothing(lm: LoadedModel, tmp_pa
     driver.write_text(DRIVER)
     parent = subprocess.Popen(
         [sys.executable, str(driver), str(Path(__file__).parent), str(folder)],
-        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
