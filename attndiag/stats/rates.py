@@ -153,11 +153,11 @@ def _interval(cells: Cells, least_effect: float) -> tuple[float, float]:
     return binomial_interval(sum(one for one, _ in cells) / n, float(min(n, n / effect * fewer)))
 
 
-def binomial_interval(rate: float, cases: float) -> tuple[float, float]:
-    """95 % interval of a rate of independent cases (Clopper and Pearson 1934), whose number may be a fraction."""
+def binomial_interval(rate: float, cases: float, *, level: float = 0.95) -> tuple[float, float]:
+    """Interval of a rate of independent cases (Clopper and Pearson 1934), whose number may be a fraction."""
     from scipy.stats import beta
 
-    wrong, right = rate * cases, (1 - rate) * cases
-    low = float(beta.ppf(0.025, wrong, right + 1)) if wrong > 0 else 0.0
-    high = float(beta.ppf(0.975, wrong + 1, right)) if right > 0 else 1.0
+    wrong, right, outside = rate * cases, (1 - rate) * cases, (1 - level) / 2
+    low = float(beta.ppf(outside, wrong, right + 1)) if wrong > 0 else 0.0
+    high = float(beta.ppf(1 - outside, wrong + 1, right)) if right > 0 else 1.0
     return low, high

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,12 +92,36 @@ def test_planted_disagreements_are_found_and_planted_agreements_are_not_called_s
     assert (misleading >= 0.9, honest >= 0.9) == (True, True)
 
 
+def verdict_over(models: Sequence[Measured], scores: Sequence[np.ndarray]) -> str:
+    """Verdict on a method over several models, each a cluster of its own."""
+    width = max(table.shape[1] for table in scores)
+
+    def stacked(tables: Iterable[np.ndarray]) -> np.ndarray:
+        return np.concatenate([np.pad(t, ((0, 0), (0, width - t.shape[1])), constant_values=np.nan) for t in tables])
+
+    heads = [len(table) for table in scores]
+    effect, table = stacked(one.effect for one in models), stacked(scores)
+    found = judge(
+        np.nan_to_num(table),
+        from_knockout(effect, np.repeat([one.floor for one in models], heads)),
+        np.repeat([one.m for one in models], heads),
+        admissible=~np.isnan(table),
+    )
+    return method_verdict(found, np.repeat(np.arange(len(models)), heads).tolist(), draws=200).verdict
+
+
 def test_contributions_agree_where_weights_mislead(population: list[tuple[KnownModel, Measured]]) -> None:
-    verdicts: Counter[str] = Counter()
-    for _, measured in population:
-        verdicts[method_verdict(measured.judge(measured.head_contribution)).verdict] += 1
-    assert verdicts["agree"] >= 0.9 * SEEDS
-    assert verdicts["disagree"] == 0
+    for start in range(0, SEEDS, 20):
+        models = [measured for _, measured in population[start : start + 20]]
+        assert verdict_over(models, [one.head_contribution for one in models]) == "agree"
+
+
+def test_a_few_cases_that_are_all_alike_are_no_verdict_on_a_method(
+    population: list[tuple[KnownModel, Measured]],
+) -> None:
+    models = [measured for _, measured in population[:12]]
+    assert verdict_over(models[:3], [one.head_contribution for one in models[:3]]) == "inconclusive"
+    assert verdict_over(models, [one.head_contribution for one in models]) == "agree"
 
 
 @pytest.mark.parametrize("kind", ["uniform", "heavy", "shuffled weights"])
@@ -107,14 +132,17 @@ def test_a_random_method_is_never_better_than_inconclusive_beyond_its_five_perce
     heads: Counter[str] = Counter()
     for seed, (_, measured) in enumerate(population[:100]):
         rng = np.random.default_rng(seed)
-        scores = {
-            "uniform": rng.random(measured.weight.shape),
-            "heavy": np.exp(2 * rng.normal(size=measured.weight.shape)),
-            "shuffled weights": rng.permuted(measured.weight, axis=1),
-        }[kind]
-        found = measured.judge(scores)
-        methods[method_verdict(found).verdict] += 1
-        heads.update(row["verdict"] for row in row_verdicts(found))
+
+        def drawn(one: Measured, rng: np.random.Generator = rng) -> np.ndarray:
+            return {
+                "uniform": lambda: rng.random(one.weight.shape),
+                "heavy": lambda: np.exp(2 * rng.normal(size=one.weight.shape)),
+                "shuffled weights": lambda: rng.permuted(one.weight, axis=1),
+            }[kind]()
+
+        heads.update(row["verdict"] for row in row_verdicts(measured.judge(drawn(measured))))
+        models = [population[index][1] for index in rng.choice(SEEDS, 16, replace=False)]
+        methods[verdict_over(models, [drawn(one) for one in models])] += 1
     assert methods["agree"] <= 5
     # on a single head, who points at one of n keys is right by chance once in n
     by_chance = np.mean([1 / measured.weight.shape[1] for _, measured in population[:100]])
