@@ -9,7 +9,17 @@ import typer
 
 from attndiag.commands import options
 from attndiag.commands.choosing import read_set
-from attndiag.commands.console import FINE, INTERRUPTED, SOME_FAILED, counted, data, data_json, guarded, remark
+from attndiag.commands.console import (
+    FINE,
+    INTERRUPTED,
+    SOME_FAILED,
+    counted,
+    data,
+    data_json,
+    given_options,
+    guarded,
+    remark,
+)
 from attndiag.commands.progress import Progress, progress_bar
 from attndiag.errors import RunFolderError
 
@@ -21,10 +31,13 @@ if TYPE_CHECKING:
     from attndiag.runs.weights_run import RunSettings
 
 DEFAULT_OUTPUT = Path("attndiag-report")
+# what goes with a run that is there
+_OF_RENDERING = ("run_dir", "offline", "quiet", "json", "debug")
 
 
 @guarded
 def report(
+    context: typer.Context,
     run_dir: Annotated[
         Path | None,
         typer.Argument(metavar="RUN_DIR", help="A run to render. Without it, one is made first.", show_default=False),
@@ -34,7 +47,11 @@ def report(
     output: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", metavar="DIR", help="Folder of the run and its report.", rich_help_panel=options.OUTPUT
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Folder of the run and its report; not with RUN_DIR.",
+            rich_help_panel=options.OUTPUT,
         ),
     ] = DEFAULT_OUTPUT,
     revision: options.Revision = None,
@@ -69,8 +86,13 @@ def report(
     from attndiag.runs.folder import COMPARISON, RunFolder, kind_of
 
     if run_dir is not None:
-        if prompts is not None or overwrite or limit is not None:
-            raise typer.BadParameter("RUN_DIR is a run that is there; --prompts, --limit and --overwrite make one")
+        unused = given_options(context, _OF_RENDERING)
+        if unused:
+            raise typer.BadParameter(
+                "RUN_DIR is a run that is there, and its page goes into its folder; options about making one do not go "
+                f"with it: leave out {', '.join(unused)}. `attndiag compare RUN_DIR -o DIR` writes the page of a "
+                "comparison elsewhere"
+            )
         if run_dir.is_dir() and kind_of(run_dir) == COMPARISON:
             _finish_comparison(run_dir, json=json, quiet=quiet)
         _finish(_render(RunFolder.open(run_dir), quiet), json=json, quiet=quiet)

@@ -66,7 +66,8 @@ class EdgePlan:
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode is {self.mode!r}; expected one of {', '.join(get_args(Mode))}")
         if self.extent not in get_args(Extent):
-            raise ValueError(f"extent is {self.extent!r}; expected one of {', '.join(get_args(Extent))}")
+            known = ", ".join(get_args(Extent))
+            raise ValueError(f"extent is {self.extent!r}; expected one of {known}; edges=None measures no edges")
         if self.most < 2 or self.limit < 1:
             raise ValueError(
                 f"most is {self.most} and limit {self.limit}; expected at least 2 edges and a limit above 0"

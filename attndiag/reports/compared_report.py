@@ -6,6 +6,7 @@ same page.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +22,17 @@ from attndiag.reports.html import BUDGET, file_size, notebook_frame
 from attndiag.reports.page import PAGE, weights_part
 from attndiag.reports.places import file_entries
 from attndiag.reports.token_text import visible
-from attndiag.runs.clearing import RESULTS, WEIGHTS_FOLDER
+from attndiag.runs.clearing import RESULTS, WEIGHTS_FOLDER, remove
 from attndiag.runs.compared_run import ComparedRun, read_compared_run
 from attndiag.runs.compared_schemas import COMPARED_TABLES
 from attndiag.runs.folder import (
     COMPARISON,
+    LOCK,
     MARKER,
     WEIGHTS,
     RunFolder,
     explained,
+    is_leftover,
     kind_of,
     load_marker,
     occupied,
@@ -40,6 +43,10 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 Progress = Callable[[str, int, int], None]
+
+# what tells a page of ours, and how far from its beginning it stands at most
+_GENERATOR, _HEAD = '<meta name="generator" content="attndiag">', 2000
+_FIGURE = re.compile(r"compared_\w+\.(png|svg|pdf)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +107,10 @@ def write_page(run: ComparedRun, place: Path, below: tuple[str, Markup | None] |
     where = f" {place}" if run.folder is None else f" {run.folder}"
     commands = [("This page again, from the results in its folder:", f"attndiag report{where}")] if run.folder else []
 
+    if not (place / MARKER).is_file() and place.is_dir() and _only_a_page(place):
+        # figures that an earlier page had and this one may not
+        remove(place, ("figures",))
+
     def draw(name: str, drawn: Drawn) -> str:
         return save_drawing(drawn.draw, place / "figures" / name)
 
@@ -127,8 +138,8 @@ def write_page(run: ComparedRun, place: Path, below: tuple[str, Markup | None] |
 
 
 def require_page_place(run: ComparedRun, place: Path) -> None:
-    """Raise `RunFolderError` where the page of this run would lie among other things: anything but its own folder, or
-    a new or empty one.
+    """Raise `RunFolderError` where the page of this run would lie among other things: anything but its own folder, a
+    new or empty one, or one that holds such a page and nothing else.
     """
     with explained(place):
         if not place.exists() or (place.is_dir() and not occupied(place)):
@@ -136,11 +147,26 @@ def require_page_place(run: ComparedRun, place: Path) -> None:
         if not place.is_dir():
             raise RunFolderError(f"{place} is a file; give a folder for the page")
         mine = kind_of(place) == COMPARISON and load_marker(place / MARKER).get("run") == run.facts["run"]
-        if not mine:
+        if not mine and not _only_a_page(place):
             what = "another run" if (place / MARKER).is_file() else "other things"
             raise RunFolderError(
                 f"{place} holds {what}; give a new or empty folder for the page and its figures, or the run's own"
             )
+
+
+def _only_a_page(place: Path) -> bool:
+    """True for a folder in which `write_page` put everything there is: the page and figures by the page's names."""
+    for thing in place.iterdir():
+        if thing.name == PAGE and thing.is_file():
+            with thing.open(encoding="utf-8", errors="replace") as file:
+                if _GENERATOR not in file.read(_HEAD):
+                    return False
+        elif thing.name == "figures" and thing.is_dir():
+            if not all(one.is_file() and _FIGURE.fullmatch(one.name) for one in thing.iterdir()):
+                return False
+        elif thing.name != LOCK and not is_leftover(thing):
+            return False
+    return (place / PAGE).is_file()
 
 
 def _weights_below(run: ComparedRun, place: Path) -> tuple[str, Markup | None] | None:

@@ -113,6 +113,8 @@ def test_bad_entries_stop_or_are_skipped_and_counted(tiny_folder: Path, prompts:
         (["report", "--prompts", "nope.jsonl"], "error: there is no prompt file nope.jsonl"),
         (["report", "-m", "./no-such-folder", "-o", "fresh"], "no-such-folder"),
         (["report", "out", "--limit", "3"], "RUN_DIR is a run that is there"),
+        (["report", "out", "-o", "rep"], "leave out --output"),
+        (["report", "out", "--seed", "0", "-m", "default"], "leave out --model, --seed"),
         (["report", "--limit", "0"], "Invalid value for '--limit'"),
         (["report", "--backend", "swift"], "Invalid value for '--backend'"),
         (["view"], "give a prompt, for example"),

@@ -61,8 +61,22 @@ def test_a_run_is_read_as_text_json_and_csv(kept: Path) -> None:
 
 
 def test_the_page_of_a_run_goes_elsewhere_too(kept: Path, tmp_path: Path) -> None:
-    done = run("compare", kept, "-o", tmp_path / "page", "-q")
-    assert done.exit_code == 0 and (tmp_path / "page" / "report.html").is_file()
+    page = tmp_path / "page"
+    done = run("compare", kept, "-o", page, "-q")
+    assert done.exit_code == 0 and (page / "report.html").is_file()
+    # the same call renders again; what an earlier page left and this one has not is gone
+    (page / "figures" / "compared_older.png").write_bytes(b"")
+    (page / "report.html").write_text((page / "report.html").read_text().replace("</body>", "old</body>"))
+    assert run("compare", kept, "-o", page, "-q").exit_code == 0
+    assert "old</body>" not in (page / "report.html").read_text()
+    assert not (page / "figures" / "compared_older.png").exists() and list((page / "figures").glob("compared_*.svg"))
+    for other in ("note.txt", "figures/mine.png"):
+        (page / other).write_text("x")
+        again = run("compare", kept, "-o", page, "-q")
+        assert again.exit_code == 2 and "holds other things" in again.stderr and (page / other).is_file(), again.output
+        (page / other).unlink()
+    (page / "report.html").write_text("<html>somebody's own report</html>")
+    assert run("compare", kept, "-o", page, "-q").exit_code == 2
     assert "report.html" in run("report", kept, "-q").stdout
 
 

@@ -161,6 +161,7 @@ def test_differences_name_what_differs() -> None:
         ({"own": ["weight"]}, ValueError, "each name once"),
         ({"replacements": ["mean_embedding", "mean_embedding"]}, ValueError, "each name once"),
         ({"edges": "some"}, ValueError, "extent is 'some'; expected one of auto, all, screen"),
+        ({"edges": "none"}, ValueError, "expected one of auto, all, screen; edges=None measures no edges"),
     ],
 )
 def test_bad_plans_are_refused(given: dict, error: type[Exception], text: str) -> None:
