@@ -269,8 +269,9 @@ def _heads_text(run: ComparedRun) -> str:
         return "No edges were measured in this run, so nothing is known about single heads."
     share = run.edges.measured_share
     screened = (
-        f" {percent(share)} of the edges were measured exactly, the ones with the largest estimates or claims; a head "
-        "with an unmeasured edge gets no verdict."
+        f" This is a screen: {percent(share)} of the edges were measured exactly, those with the largest estimates or "
+        "claims. How many of them are right is not to be compared with a run of all edges. A head with an unmeasured "
+        "edge gets no verdict."
         if share < 1
         else ""
     )

@@ -71,7 +71,8 @@ def headline(comparison: Comparison, edges: EdgeVerdicts | None) -> str:
     if row["verdict"] == "undefined" or not math.isfinite(row["hit_rate"]):
         reasons = "; ".join(f"{text} ({count})" for text, count in blocked_by(comparison, edges)[:_NAMED])
         return f"No verdict on {name}: {reasons or f'no {level} is both decided and marked or needed'}."
-    items = f"{matters:,} decided {level}{_s(matters)}"
+    screened = edges is not None and level == "edge" and edges.measured_share < 1
+    items = f"{matters:,} decided {level}{_s(matters)}{' of a screen' if screened else ''}"
     rate = (
         f"{percent(row['hit_rate'], 0)} of the {items} that they mark or should mark {'is' if matters == 1 else 'are'} "
         f"right ({_interval(row, _clusters_behind(comparison, edges, method, level))})"

@@ -71,6 +71,14 @@ class ComparedRun:
     folder: Path | None = None
     failed: tuple[Mapping[str, str], ...] = ()
 
+    def __repr__(self) -> str:
+        facts = self.facts
+        where = "in memory" if self.folder is None else str(self.folder)
+        return (
+            f"ComparedRun({facts['run']}: {facts['model']}, {facts['n_done']} of {facts['n_prompts']} prompts, "
+            f"{len(facts['methods'])} methods, edges: {'no' if self.edges is None else 'yes'}, {where})"
+        )
+
     @property
     def blocked(self) -> bool:
         """True when a failed self-check blocked any verdict, or would have where none was asked for."""

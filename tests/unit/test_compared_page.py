@@ -388,6 +388,11 @@ def test_the_headline_names_verdict_and_interval(kept: ComparedRun) -> None:
     assert said("undefined").startswith("No verdict on attention weights:")
     counted = whole.hits + whole.weights_without_effect + whole.effects_without_weight
     assert f" of the {counted:,} decided edges that they mark or should mark are right (" in said("disagree")
+    # what is right of a screen is no rate of all edges
+    some = kept.edges.effects.copy()
+    some[0, 0] = np.nan
+    screen = words.headline(kept.comparison, replace(kept.edges, effects=some))
+    assert f" of the {counted:,} decided edges of a screen that they mark" in screen
     clusters = whole.hit_rate.n_clusters
     assert 2 <= clusters < 12 and f"over only {clusters} clusters of prompts)" in said("agree")
 

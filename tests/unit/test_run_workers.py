@@ -86,6 +86,7 @@ def test_two_workers_give_the_tables_of_one_process(lm: LoadedModel, tmp_path: P
     for name in set(first) - {"runs", "timings"}:
         assert first[name].num_rows == second[name].num_rows
         assert first[name].equals(second[name]), name
+    assert "5 of 5 prompts, 2 methods, edges: yes" in repr(beside) and len(repr(beside)) < 300
     assert first["edges"].num_rows and first["faithfulness"].num_rows
     assert not multiprocessing.active_children()
     assert not list(tmp_path.glob(".*.tmp"))
