@@ -149,6 +149,26 @@ _SCHEMAS = (
         ),
     ),
     TableSchema(
+        "misleading",
+        "how often the scores of edges mislead: one row a method and head, layer or prompt, and one for all prompts",
+        (
+            _RUN,
+            _METHOD,
+            Column(
+                "by", "string", "`head`, `layer`, `prompt` (its heads), or `prompts`: those on which most heads mislead"
+            ),
+            _LAYER,
+            _HEAD,
+            _PROMPT,
+            Column("misleads", "int32", "cases with the verdict `disagree`; a case is a head on a prompt, or a prompt"),
+            Column("decided", "int32", "cases with `agree` or `disagree`"),
+            Column("rate", "float64", "their share", "rate"),
+            Column("low", "float64", "lower end of its 95 % interval over clusters; null for a single prompt", "rate"),
+            Column("high", "float64", "upper end", "rate"),
+            Column("clusters", "int32", "clusters of prompts with a decided case"),
+        ),
+    ),
+    TableSchema(
         "heads",
         "one row a head and measure, over the prompts and from probes",
         (

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attndiag.catalog import CATALOG
+from attndiag.comparison.misled import rate_of_prompts, rates_by_head, rates_by_layer, rates_by_prompt
 from attndiag.runs.compared_folder import ComparedFolder
 from attndiag.runs.compared_schemas import COMPARED_TABLES, describe_compared_columns
 from attndiag.runs.folder import PLAIN_CSV_ROWS, explained, write_csv
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from attndiag.comparison.edges import EdgeVerdicts
     from attndiag.runs.compared_run import ComparedRun
+    from attndiag.stats.rates import Rate
 
 # units of the columns of `ComparedRun.heads` by a word of their name, ends of intervals included; counts have none,
 # effects that of the target
@@ -67,6 +69,7 @@ def tidy_tables(run: ComparedRun) -> dict[str, pa.Table]:
         "prompts": _prompt_rows(run),
         "tokens": run.tokens,
         "scores": _score_rows(run),
+        "misleading": [] if run.edges is None else _misleading_rows(run.edges),
         "heads": _head_rows(run),
         "edges": [] if run.edges is None else _edge_frame(run.edges),
         "agreement": found.agreement,
@@ -155,6 +158,44 @@ def _head_rows(run: ComparedRun) -> list[dict[str, Any]]:
             unit = next((unit for part, unit in _HEAD_UNITS.items() if part in bare.split("_")), "")
             unit = (own.rstrip("]") or one.get("unit")) if unit == "target" else unit
             rows.append({"layer": one["layer"], "head": one["head"], "measure": name, "unit": unit, "value": value})
+    return rows
+
+
+def _misleading_rows(edges: EdgeVerdicts) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for method in edges.judged:
+        found: list[tuple[dict[str, Any], Rate]] = [
+            *(
+                ({"by": "head", "layer": layer, "head": head}, rate)
+                for (layer, head), rate in rates_by_head(edges, method).items()
+            ),
+            *(({"by": "layer", "layer": layer}, rate) for layer, rate in rates_by_layer(edges, method).items()),
+            ({"by": "prompts"}, rate_of_prompts(edges, method)),
+        ]
+        rows += [
+            {
+                "method": method,
+                **place,
+                "misleads": rate.wrong,
+                "decided": rate.decided,
+                "rate": rate.share,
+                "low": rate.low,
+                "high": rate.high,
+                "clusters": rate.clusters,
+            }
+            for place, rate in found
+        ]
+        rows += [
+            {
+                "method": method,
+                "by": "prompt",
+                "prompt": prompt,
+                "misleads": wrong,
+                "decided": decided,
+                "rate": wrong / decided if decided else None,
+            }
+            for prompt, (wrong, decided) in rates_by_prompt(edges, method).items()
+        ]
     return rows
 
 

@@ -315,6 +315,12 @@ def test_heads_and_layers_carry_how_often_they_mislead_with_an_interval_over_clu
         rate, here = row["by_method"]["weight"], decided[decided.layer == row["layer"]]
         assert (rate.wrong, rate.decided) == ((here.verdict == "disagree").sum(), len(here))
         assert f"{rate.wrong} of {rate.decided} {percent(rate.low, 0)} to".replace("\u00a0", " ") in text
+    rates = tidy_tables(mixed)["misleading"].to_pandas().query("method == 'weight'")
+    layers = rates[rates.by == "layer"].set_index("layer")
+    assert (layers.decided == decided.groupby("layer").size().reindex(layers.index, fill_value=0)).all()
+    assert (rates.by == "head").sum() == len(frame) and (rates.by == "prompts").sum() == 1
+    prompts = rates[rates.by == "prompt"].set_index("prompt")
+    assert prompts.decided.sum() == len(decided) and prompts.low.isna().all()
     over = rate_of_prompts(edges, "weight")
     share = decided.groupby("prompt").verdict.apply(lambda found: (found == "disagree").mean())
     assert (over.wrong, over.decided) == ((share > 0.5).sum(), len(share))
