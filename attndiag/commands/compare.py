@@ -226,13 +226,15 @@ def compare(
         }
         run = _measure(model, loading, batch, plan, given, output, n_skipped, overwrite=overwrite, quiet=quiet)
     page = _page(run, output, quiet)
+    from attndiag.commands.compared_text import text_of, unfinished
+
     if json:
         data_json(_facts(run, page, n_skipped))
     elif csv:
+        for line in unfinished(run):
+            remark(line, quiet=quiet)
         data(_table(run, table).to_csv(index=False, lineterminator="\n").rstrip("\n"))
     else:
-        from attndiag.commands.compared_text import text_of
-
         for line in text_of(run):
             data(line)
         if page is not None:
@@ -345,17 +347,22 @@ def _table(run: ComparedRun, name: TableName) -> pd.DataFrame:
 
 
 def _facts(run: ComparedRun, page: Path | None, n_skipped: int) -> dict[str, Any]:
+    from attndiag.commands.compared_text import declared, task_failed
     from attndiag.reports import compared_tables as tables
     from attndiag.reports import compared_words as words
 
     comparison, edges = run.comparison, run.edges
     return {
         "run": run.facts["run"],
+        "status": run.facts["status"],
+        "n_done": run.facts["n_done"],
+        "n_prompts": run.facts["n_prompts"],
         "folder": None if run.folder is None else str(run.folder),
         "page": None if page is None else str(page),
         "headline": words.headline(comparison, edges).replace("\u00a0", " "),
         "prompts": run.facts["n_prompts"],
         "failed": run.facts["n_failed"],
+        "task_failed": task_failed(run),
         "skipped": n_skipped,
         "blocked": run.blocked,
         "blocked_by": [asdict(one) for one in blocked_checks(run)],
@@ -363,6 +370,7 @@ def _facts(run: ComparedRun, page: Path | None, n_skipped: int) -> dict[str, Any
         "passed": run.passed,
         "tokens": tables.method_rows(comparison),
         "edges": tables.edge_rows(edges),
+        "primary": declared(run),
         "agreement": tables.agreement_rows(comparison),
         "faithfulness": [
             {"metric": metric, **{name: value for name, value in row.items() if name != "range"}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -336,6 +337,8 @@ def _measure(
 
 def _finish(run: ComparedRun, *, json: bool, quiet: bool, n_skipped: int) -> None:
     """Say what came out and leave with the status that it deserves."""
+    from attndiag.commands.compared_text import declared, declared_lines, short_lines, task_failed, task_line
+
     facts, frame = run.facts, run.comparison.methods
     edges = {} if run.edges is None else run.edges.whole
     if json:
@@ -345,12 +348,14 @@ def _finish(run: ComparedRun, *, json: bool, quiet: bool, n_skipped: int) -> Non
                 "folder": str(run.folder),
                 "prompts": facts["n_prompts"],
                 "failed": facts["n_failed"],
+                "task_failed": task_failed(run),
                 "skipped": n_skipped,
                 "blocked": run.blocked,
                 "blocked_by": [asdict(one) for one in blocked_checks(run)],
                 "failed_everywhere": measured_nowhere(run),
                 "passed": run.passed,
                 "seconds": facts["seconds"],
+                "primary": declared(run),
                 "tokens": {
                     row["method"]: {"verdict": row["verdict"], "hit_rate": row["hit_rate"], "role": row["role"]}
                     for row in frame.to_dict("records")
@@ -361,9 +366,12 @@ def _finish(run: ComparedRun, *, json: bool, quiet: bool, n_skipped: int) -> Non
             }
         )
     else:
-        for line in _lines(run):
-            data(line)
+        for line in (*short_lines(run), *declared_lines(run), *task_line(run)):
+            data(line.replace("\u00a0", " "))
         data(f"run: {run.folder}")
+        place = shlex.quote(str(run.folder))
+        remark(f"attndiag report {place}    makes its page and figures, in that folder", quiet=quiet)
+        remark(f"attndiag compare {place}   prints its tables: verdicts, agreement, faithfulness", quiet=quiet)
     problems = run.comparison.problems
     failed = problems[problems["method"] == ""]
     for row in failed.head(5).itertuples():
@@ -373,26 +381,3 @@ def _finish(run: ComparedRun, *, json: bool, quiet: bool, n_skipped: int) -> Non
     say_measured_nowhere(run, quiet=quiet)
     say_blocked(run, quiet=quiet)
     raise typer.Exit(FINE if run.passed and not n_skipped else SOME_FAILED)
-
-
-def _rate(value: float, low: float, high: float) -> str:
-    """A share with its interval; one cluster of prompts has none."""
-    interval = "no interval" if low != low or high != high else f"{low:.0%} to {high:.0%}"
-    return f"{value:.0%} right ({interval})"
-
-
-def _lines(run: ComparedRun) -> list[str]:
-    """Which methods tell what the model uses, one line each; the ceiling last."""
-    rows = sorted(run.comparison.methods.to_dict("records"), key=lambda row: row["role"] == "ceiling")
-    width = max((len(row["method"]) for row in rows), default=0)
-    lines = []
-    for row in rows:
-        rate = _rate(row["hit_rate"], row["hit_rate_low"], row["hit_rate_high"])
-        about = " of tokens: the ceiling" if row["role"] == "ceiling" else " of tokens"
-        known = row["hit_rate"] == row["hit_rate"]
-        lines.append(f"{row['method']:<{width}}  {row['verdict']:<12}  {rate + about if known else 'nothing decided'}")
-    for name, one in run.edges.whole.items() if run.edges is not None else ():
-        rate = _rate(one.hit_rate.value, one.hit_rate.low, one.hit_rate.high) + " of edges"
-        known = one.hit_rate.value == one.hit_rate.value
-        lines.append(f"{name:<{width}}  {one.verdict:<12}  {rate if known else 'nothing decided'}")
-    return lines

@@ -60,6 +60,49 @@ def test_a_run_is_read_as_text_json_and_csv(kept: Path) -> None:
             assert len(pd.read_csv(io.StringIO(done.stdout))) > 0
 
 
+def test_an_unfinished_run_says_so_first(kept: Path, tmp_path: Path) -> None:
+    half = tmp_path / "half"
+    shutil.copytree(kept, half)
+    marker = json.loads((half / "run.json").read_text())
+    (half / "run.json").write_text(json.dumps({**marker, "finished": False}))
+    (half / "results" / f"{marker['prompts'][1]['key']}.parquet").unlink()
+    said = "unfinished: 1 of 2 prompts is done; the same run call goes on"
+    text, csv = run("compare", half), run("compare", half, "--csv")
+    assert text.exit_code == csv.exit_code == 1
+    assert text.stdout.splitlines()[0] == said and said in csv.stderr and "unfinished" not in csv.stdout
+    facts = json.loads(run("compare", half, "--json").stdout)
+    assert (facts["status"], facts["n_done"], facts["n_prompts"]) == ("unfinished", 1, 2)
+    assert "unfinished" not in run("compare", kept).stdout
+
+
+def test_verdict_tables_say_what_their_p_is_the_chance_of(kept: Path) -> None:
+    lines = run("compare", kept).stdout.splitlines()
+    heads = [line for line in lines if line.startswith("verdicts on ")]
+    told = [line for line in lines if line.startswith("p (shuffled): chance that the same claims, shuffled over the ")]
+    assert len(heads) == len(told) == 2 and all("  p (shuffled)  " in line for line in heads)
+    assert "tokens of each prompt" in told[0] and "edges of each prompt" in told[1]
+
+
+def test_the_declared_comparison_stands_in_the_text_and_in_the_json(
+    kept: Path, tiny_folder: Path, tmp_path: Path
+) -> None:
+    words = (TEXT, *FAST[:4], "--metrics", "aopc_comprehensiveness", "--edges", "none", "-m", tiny_folder, "--device")
+    out = tmp_path / "out"
+    text = run("compare", *words, "cpu", "--primary", "weight,rollout", "-o", out, "-q").stdout
+    (line,) = [line for line in text.splitlines() if line.startswith("declared comparison")]
+    pair, facts = "declared comparison, weight minus rollout: ", json.loads(run("compare", out, "--json").stdout)
+    assert line.startswith(pair + "aopc_comprehensiveness[") and line.endswith(" (Holm)")
+    assert " (higher is better, in nats) " in line
+    assert ", 95 % interval " in line and line in run("compare", out).stdout
+    primary = facts["primary"]
+    (row,) = primary["metrics"]
+    rows = pd.read_csv(io.StringIO(run("compare", out, "--csv", "--table", "differences").stdout))
+    (same,) = rows[rows.primary].to_dict("records")
+    assert (primary["first"], primary["second"], row["metric"]) == ("weight", "rollout", same["metric"])
+    assert row["difference"] == pytest.approx(same["difference"]) and row["p_holm"] == pytest.approx(same["p_holm"])
+    assert json.loads(run("compare", kept, "--json").stdout)["primary"] is None
+
+
 def test_the_page_of_a_run_goes_elsewhere_too(kept: Path, tmp_path: Path) -> None:
     page = tmp_path / "page"
     done = run("compare", kept, "-o", page, "-q")

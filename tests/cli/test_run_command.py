@@ -52,6 +52,24 @@ def test_a_run_says_what_it_found_and_goes_on_with_more(tiny_folder: Path, promp
     assert set(facts["edges"]) == {"weight", "head_contribution"}
 
 
+def test_a_run_ends_with_what_comes_next_and_with_prompts_that_have_no_verdict(
+    tiny_folder: Path, prompts: Path, tmp_path: Path
+) -> None:
+    rows = [{"id": f"t{i}", "prompt": TEXTS[0], "target": target} for i, target in enumerate((" John", " to"))]
+    prompts.write_text("\n".join(map(json.dumps, rows)))
+    out = tmp_path / "an out"
+    words = ["--prompts", prompts, "-m", tiny_folder, "-o", out, "--device", "cpu", *QUICK, "--edges", "none"]
+    done = run(*words, "--primary", "weight,input_x_gradient")
+    lines = done.stdout.splitlines()
+    # at most one of two targets is the model's first choice
+    failed = json.loads(run(*words, "--primary", "weight,input_x_gradient", "--json", "-q").stdout)["task_failed"]
+    assert failed and set(failed) <= {"t0", "t1"}
+    told = f"no verdict on {len(failed)} of 2 prompts, where the task check failed: {', '.join(failed)}"
+    assert lines[-2:] == [told, f"run: {out}"]
+    assert lines[-3].startswith("declared comparison, weight minus input_x_gradient: not measured")
+    assert f"attndiag report '{out}' " in done.stderr and f"attndiag compare '{out}' " in done.stderr
+
+
 def test_scores_made_elsewhere_join(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.csv"
     own.write_text("prompt,method,char_start,char_end,score\np0,mine,0,4,2.0\np0,mine,5,9,1.0\n")
@@ -221,10 +239,10 @@ def test_texts_may_go_through_a_chat_template(prompts: Path, tmp_path: Path) -> 
 
 
 def test_a_share_without_an_interval_says_so() -> None:
-    from attndiag.commands.run import _rate
+    from attndiag.commands.compared_text import rate
 
-    assert _rate(0.25, float("nan"), float("nan")) == "25% right (no interval)"
-    assert _rate(0.25, 0.1, 0.4) == "25% right (10% to 40%)"
+    assert rate(0.25, float("nan"), float("nan")) == "25% right (no interval)"
+    assert rate(0.25, 0.1, 0.4) == "25% right (10% to 40%)"
 
 
 def test_what_no_prompt_has_is_said_with_a_reason(tiny_folder: Path, prompts: Path, tmp_path: Path) -> None:
