@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,11 +24,31 @@ if TYPE_CHECKING:
     from attndiag.scores import Scores
 
 
+class Usage(StrEnum):
+    """Commands that compare methods; both take the same."""
+
+    run = "run"
+    compare = "compare"
+
+
 @guarded
 def methods(
     scope: Annotated[
         str | None,
-        typer.Option(help="Only methods for: token, edge, activation, head, layer, row, prompt.", show_default=False),
+        typer.Option(
+            metavar="NAME",
+            help="Only methods that speak of: token, edge, activation, head, layer, row, prompt.",
+            show_default=False,
+        ),
+    ] = None,
+    command: Annotated[
+        Usage | None,
+        typer.Option(
+            "--for",
+            metavar="COMMAND",
+            help="What run and compare take, attention weights too, and how it becomes one number for each token.",
+            show_default=False,
+        ),
     ] = None,
     json: options.Json = False,
 ) -> None:
@@ -37,9 +58,15 @@ def methods(
     Examples:
       attndiag methods
       attndiag methods --scope token --json
+      attndiag methods --for run
     """
     from attndiag.catalog import CATALOG
 
+    if command is not None:
+        if scope is not None:
+            raise typer.BadParameter(f"--for {command} lists what speaks of tokens in the end; leave --scope out")
+        _list_readings(json)
+        return
     chosen = [entry for entry in CATALOG.values() if scope in (None, entry.scope)]
     if not chosen:
         scopes = sorted({entry.scope for entry in CATALOG.values()})
@@ -49,8 +76,25 @@ def methods(
         return
     for entry in chosen:
         data(f"{entry.name:<22} {entry.what}")
-        needs = f"; needs {', '.join(entry.needs)}" if entry.needs else ""
-        data(f"{'':<22} {entry.scope}, {entry.sign}, in {entry.unit}; {entry.cost}{needs}; {entry.source}")
+        data(f"{'':<22} {entry.scope}, {entry.sign}, in {entry.unit}; {_price(entry)}")
+
+
+def _list_readings(json: bool) -> None:
+    from attndiag.comparison.readings import token_readings
+
+    found = token_readings()
+    if json:
+        data_json([{**_facts(one.method), "reading": one.how, "placed": one.placed} for one in found])
+        return
+    for one in found:
+        data(f"{one.method.name:<22} {one.method.what}")
+        place = "; @L20 is one layer, @L20H3 one head where it has heads" if one.placed else ""
+        data(f"{'':<22} {one.how}{place}; {_price(one.method)}")
+
+
+def _price(entry: Method) -> str:
+    needs = f"; needs {', '.join(entry.needs)}" if entry.needs else ""
+    return f"{entry.cost}{needs}; {entry.source}"
 
 
 @guarded

@@ -29,7 +29,7 @@ METRICS_HELP = (
     "An unknown name shows the list."
 )
 METHODS_HELP = (
-    "Names with commas, see `attndiag methods --scope token`; weight@L20H3 is one head. By default weight, value_norm, "
+    "Names with commas, see `attndiag methods --for run`; weight@L20H3 is one head. By default weight, value_norm, "
     "head_contribution, contribution, alti_rollout, pattern_attribution, input_x_gradient and integrated_gradients."
 )
 SET_HELP = (

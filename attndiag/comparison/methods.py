@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from attndiag.catalog import CATALOG, UnknownParameterError, explain, method_named
 from attndiag.comparison.axis import TokenAxis
+from attndiag.comparison.readings import ACROSS_LAYERS, ADDED_UP, BY_ROW, BY_VALUE, PLACED
 from attndiag.core.mixing import alti_rollout, flow, rollout
 from attndiag.errors import AttnDiagError, NotApplicableError
 from attndiag.explanations.induction_attention import THRESHOLD, prefix_matching
@@ -39,23 +40,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 
-# query-key methods that become shares of their row
-BY_ROW = (
-    "weight",
-    "value_norm",
-    "head_contribution",
-    "contribution",
-    "contribution_residual",
-    "contribution_norm",
-    "alti",
-    "projection",
-    "value_zeroing",
-)
-ACROSS_LAYERS = ("rollout", "flow", "alti_rollout", "value_zeroing_rollout")
-ADDED_UP = ("pattern_attribution", "edge_effect", "target_attribution")
-# each token's values are replaced in the layers and heads that are asked for
-BY_VALUE = ("value_zeroing_effect", "mean_value_effect")
-PLACED = (*BY_ROW, *ADDED_UP, *BY_VALUE, "induction")
 _PLACE = re.compile(r"(?P<name>\w+)@L(?P<layer>\d+)(H(?P<head>\d+))?")
 
 

@@ -14,6 +14,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from attndiag.cli import app
+from attndiag.commands.options import METHODS_HELP
+from attndiag.errors import NotApplicableError
 
 TEXT = "w5 w9 w30 w7 w9 w12"
 
@@ -170,14 +172,35 @@ def test_heads_are_named_as_everywhere(folder: Path) -> None:
     assert "temperature_sweep needs heads" in missing.stderr
 
 
+def test_the_methods_for_a_run_are_all_that_it_takes() -> None:
+    from attndiag.catalog import CATALOG
+    from attndiag.comparison.methods import ACROSS_LAYERS, check_methods
+    from attndiag.runs.plan import DEEP_METHODS, DEFAULT_METHODS
+
+    listed = json.loads(run("methods", "--for", "run", "--json").stdout)
+    names = [each["name"] for each in listed]
+    check_methods(names)
+    assert {*DEFAULT_METHODS, *DEEP_METHODS, *ACROSS_LAYERS} <= set(names)
+    for name in {*CATALOG} - {*names}:
+        with pytest.raises(NotApplicableError):
+            check_methods([name])
+    # as users see it, in both spellings, and named by the commands that take them
+    text = run("methods", "--for", "compare").stdout
+    assert [line.split()[0] for line in text.splitlines() if not line.startswith(" ")] == names
+    assert all(each["reading"] and each["cost"] and each["source"] for each in listed)
+    assert "`attndiag methods --for run`" in METHODS_HELP
+    assert run("methods", "--for", "run", "--scope", "token").exit_code == 2
+
+
 def test_methods_are_listed_without_torch() -> None:
     done = run("methods", "--scope", "token", "--json")
     listed = json.loads(done.stdout)
     assert {"replacement", "saliency", "kernel_shap"} <= {each["name"] for each in listed}
     assert all(each["cost"] and each["source"] for each in listed)
-    code = "import sys; sys.argv = ['attndiag', 'methods']\nfrom attndiag.cli import main\ntry:\n    main()\n"
+    code = "import sys\nfrom attndiag.cli import main\ntry:\n    main()\n"
     code += "except SystemExit as stop:\n    assert not stop.code\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+    for words in (["methods"], ["methods", "--for", "run"]):
+        subprocess.run([sys.executable, "-c", code, *words], check=True, timeout=60, capture_output=True)
 
 
 def test_pieces_of_a_character_and_line_breaks_are_shown(tiny_folder: Path) -> None:
