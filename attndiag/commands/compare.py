@@ -146,7 +146,7 @@ def compare(
             "--output",
             "-o",
             metavar="DIR",
-            help="Keep the run, its page and its figures here; nothing is kept by default.",
+            help="Keep the run, its page and figures here; of RUN_DIR, page and figures. Nothing is kept by default.",
             rich_help_panel=options.OUTPUT,
             show_default=False,
         ),

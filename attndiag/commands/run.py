@@ -166,6 +166,9 @@ def run(
     every edge of the last query away, and judges which method tells what the model uses. Every prompt is kept as soon
     as it is done: the same call goes on where a stopped one was.
 
+    Costs about 35 CPU seconds a prompt with the default model (SmolLM2-135M) on the shipped prompts, of 13 tokens on
+    average; --edges none, fewer methods or draws cost less, longer prompts more.
+
     Exit status: 0 fine; 1 some prompts failed or a self-check blocked verdicts; 2 misuse.
 
     \b
