@@ -114,8 +114,8 @@ def _advice(one: Blocked, methods: Sequence[str]) -> str:
     if finer is None:
         return f"try --dtype float32 where rounding is the cause, or {leave}"
     return (
-        f"a finer path may close the gap (--set {one.method}.{finer}), or a nearer baseline where the prompts have "
-        f"pairs (--set {one.method}.baseline=pair); or {leave}. Another plan wants another folder (-o), or --overwrite"
+        f"a nearer baseline closes the gap best, where the prompts have pairs (--set {one.method}.baseline=pair); a "
+        f"finer path may (--set {one.method}.{finer}); or {leave}. Another plan wants another folder (-o), or --overwrite"
     )
 
 
