@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 SHUFFLED = "p (shuffled)"
 _SHUFFLED_MEANS = (
-    SHUFFLED + ": chance that the same claims, shuffled over the {} of each prompt, do as well or better. A small one "
+    SHUFFLED + ": chance that the same claims, shuffled {}, do as well or better. A small one "
     "says better than chance; it does not say that the verdict is sure, which the interval does"
 )
+_SHUFFLED_OVER = {"tokens": "over the tokens of each prompt", "edges": "over the keys of each head on a prompt"}
 _NAMED = 3
 
 
@@ -44,7 +45,7 @@ def text_of(run: ComparedRun) -> list[str]:
             for row in rows
         ]
         head = ["verdicts on " + level, "verdict", "right", "95 % interval", SHUFFLED, "high, absent", "low, present"]
-        lines += ["", *_columns(head, body), _SHUFFLED_MEANS.format(level)]
+        lines += ["", *_columns(head, body), _SHUFFLED_MEANS.format(_SHUFFLED_OVER[level])]
     methods, cells = tables.methods_of(comparison), tables.agreement_matrix(comparison)
     if cells:
         head = ["agreement, mean tau-b", *(f"[{i + 1}]" for i in range(len(methods)))]

@@ -114,8 +114,9 @@ def _advice(one: Blocked, methods: Sequence[str]) -> str:
     if finer is None:
         return f"try --dtype float32 where rounding is the cause, or {leave}"
     return (
-        f"a nearer baseline closes the gap best, where the prompts have pairs (--set {one.method}.baseline=pair); a "
-        f"finer path may (--set {one.method}.{finer}); or {leave}. Another plan wants another folder (-o), or --overwrite"
+        f"start the path nearer, at the pair (--set {one.method}.baseline=pair; the scores then speak only of tokens "
+        f"that differ from a pair of as many tokens), or refine it (--set {one.method}.{finer}); or {leave}. Another "
+        "plan wants another folder (-o), or --overwrite"
     )
 
 

@@ -22,7 +22,7 @@ from attndiag.reports.html import BUDGET, file_size, notebook_frame
 from attndiag.reports.page import PAGE, weights_part
 from attndiag.reports.places import file_entries
 from attndiag.reports.token_text import visible
-from attndiag.runs.clearing import RESULTS, WEIGHTS_FOLDER, remove
+from attndiag.runs.clearing import RESULTS, WEIGHTS_FOLDER
 from attndiag.runs.compared_run import ComparedRun, read_compared_run
 from attndiag.runs.compared_schemas import COMPARED_TABLES
 from attndiag.runs.folder import (
@@ -107,11 +107,10 @@ def write_page(run: ComparedRun, place: Path, below: tuple[str, Markup | None] |
     where = f" {place}" if run.folder is None else f" {run.folder}"
     commands = [("This page again, from the results in its folder:", f"attndiag report{where}")] if run.folder else []
 
-    if not (place / MARKER).is_file() and place.is_dir() and _only_a_page(place):
-        # figures that an earlier page had and this one may not
-        remove(place, ("figures",))
+    drawn_now: set[str] = set()
 
     def draw(name: str, drawn: Drawn) -> str:
+        drawn_now.add(name)
         return save_drawing(drawn.draw, place / "figures" / name)
 
     headline, body = below if below is not None else ("", None)
@@ -134,6 +133,10 @@ def write_page(run: ComparedRun, place: Path, below: tuple[str, Markup | None] |
     with explained(path):
         place.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda file: file.write(content))
+        # figures of an earlier page that this one does not have
+        for old in (place / "figures").glob("compared_*"):
+            if old.stem not in drawn_now:
+                old.unlink()
     return ComparisonReport(place, path, words.headline(run.comparison, run.edges), run)
 
 
@@ -147,26 +150,26 @@ def require_page_place(run: ComparedRun, place: Path) -> None:
         if not place.is_dir():
             raise RunFolderError(f"{place} is a file; give a folder for the page")
         mine = kind_of(place) == COMPARISON and load_marker(place / MARKER).get("run") == run.facts["run"]
-        if not mine and not _only_a_page(place):
+        if not mine and not _only_a_page(place, str(run.facts["run"])):
             what = "another run" if (place / MARKER).is_file() else "other things"
             raise RunFolderError(
                 f"{place} holds {what}; give a new or empty folder for the page and its figures, or the run's own"
             )
 
 
-def _only_a_page(place: Path) -> bool:
-    """True for a folder in which `write_page` put everything there is: the page and figures by the page's names."""
+def _only_a_page(place: Path, run: str) -> bool:
+    """True for a folder in which `write_page` put everything there is for this run: page, figures, or both."""
     for thing in place.iterdir():
         if thing.name == PAGE and thing.is_file():
-            with thing.open(encoding="utf-8", errors="replace") as file:
-                if _GENERATOR not in file.read(_HEAD):
-                    return False
+            text = thing.read_text(encoding="utf-8", errors="replace")
+            if _GENERATOR not in text[:_HEAD] or run not in text:
+                return False
         elif thing.name == "figures" and thing.is_dir():
             if not all(one.is_file() and _FIGURE.fullmatch(one.name) for one in thing.iterdir()):
                 return False
         elif thing.name != LOCK and not is_leftover(thing):
             return False
-    return (place / PAGE).is_file()
+    return True
 
 
 def _weights_below(run: ComparedRun, place: Path) -> tuple[str, Markup | None] | None:

@@ -122,6 +122,7 @@ def measured(
         theirs, ours = context.Pipe(duplex=False)
         loaded = context.Semaphore(0)
         pool = ProcessPoolExecutor(n, mp_context=context, initializer=_begin, initargs=(file, theirs, loaded))
+        results = pool._result_queue
         try:
             waiting: dict[Future[PromptWork], str] = {pool.submit(_measure, job): key for key, job in jobs.items()}
             to_load = n
@@ -145,6 +146,8 @@ def measured(
         finally:
             # nobody waits for jobs that nobody wants any more
             ours.close()
+            # nor for the rest of a result whose sender has ended: without our own end the pipe has an end, too
+            results._writer.close()
             pool.shutdown(cancel_futures=True)
 
 

@@ -38,9 +38,10 @@ class Estimate:
     Parameters
     ----------
     value : over the defined prompts; nan when there is none.
-    low, high : percentile interval of the clustered bootstrap; nan with fewer than 2 clusters.
+    low, high : percentile interval of the clustered bootstrap, of rates of verdicts the one of `stats.rates`; nan with
+        fewer than 2 clusters.
     level : of the interval, for example .95.
-    draws : bootstrap draws behind it.
+    draws : bootstrap draws behind it; 0 for another interval.
     n_prompts, n_clusters : that have a value.
     n_undefined : prompts without one.
     """

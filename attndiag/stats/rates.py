@@ -54,7 +54,9 @@ class Rate:
         return self.clusters >= LEAST_CLUSTERS
 
 
-def rate_over_clusters(wrong: Sequence[bool], clusters: Sequence[Any], *, least_effect: float = 1.0) -> Rate:
+def rate_over_clusters(
+    wrong: Sequence[bool], clusters: Sequence[Any], *, least_effect: float = 1.0, level: float = 0.95
+) -> Rate:
     """The share of wrong cases with its interval.
 
     Parameters
@@ -62,6 +64,7 @@ def rate_over_clusters(wrong: Sequence[bool], clusters: Sequence[Any], *, least_
     wrong : one entry a decided case.
     clusters : of its prompt.
     least_effect : the design effect is taken as at least this, see `least_effects`.
+    level : of the interval.
 
     Raises
     ------
@@ -70,7 +73,7 @@ def rate_over_clusters(wrong: Sequence[bool], clusters: Sequence[Any], *, least_
     if not least_effect >= 1:
         raise ValueError(f"least_effect is {least_effect}; expected 1 (independent cases) or more")
     cells = _cells(wrong, clusters)
-    low, high = _interval(cells, float(least_effect))
+    low, high = _interval(cells, float(least_effect), level)
     return Rate(sum(one for one, _ in cells), sum(of for _, of in cells), low, high, len(cells))
 
 
@@ -139,8 +142,8 @@ def _variances(cells: Cells) -> tuple[float, float] | None:
 
 # many heads have the same counts
 @lru_cache(maxsize=10_000)
-def _interval(cells: Cells, least_effect: float) -> tuple[float, float]:
-    """95 % interval of a rate from (wrong, decided) of each cluster."""
+def _interval(cells: Cells, least_effect: float, level: float) -> tuple[float, float]:
+    """Interval of a rate from (wrong, decided) of each cluster."""
     from scipy.stats import t
 
     n_clusters = len(cells)
@@ -149,8 +152,9 @@ def _interval(cells: Cells, least_effect: float) -> tuple[float, float]:
     n = sum(of for _, of in cells)
     variance = _variances(cells)
     effect = least_effect if variance is None else max(least_effect, variance[0] / variance[1])
-    fewer = (t.ppf(0.975, n - 1) / t.ppf(0.975, n_clusters - 1)) ** 2
-    return binomial_interval(sum(one for one, _ in cells) / n, float(min(n, n / effect * fewer)))
+    upper = (1 + level) / 2
+    fewer = (t.ppf(upper, n - 1) / t.ppf(upper, n_clusters - 1)) ** 2
+    return binomial_interval(sum(one for one, _ in cells) / n, float(min(n, n / effect * fewer)), level=level)
 
 
 def binomial_interval(rate: float, cases: float, *, level: float = 0.95) -> tuple[float, float]:

@@ -9,7 +9,7 @@ sees only failures.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from attndiag.errors import ShapeError
 from attndiag.stats.evidence import ABSENT, PRESENT
-from attndiag.stats.inference import Estimate, clustered_bootstrap
-from attndiag.stats.rates import binomial_interval
+from attndiag.stats.inference import Estimate
+from attndiag.stats.rates import rate_over_clusters
 from attndiag.stats.verdicts import AGREE, DISAGREE, HIGH, INCONCLUSIVE, LOW, UNDEFINED, Verdicts
 
 CHANCE_DRAWS = 2000
@@ -36,8 +36,8 @@ class MethodVerdict:
         better than chance. `disagree`: most is wrong (upper end below one half). Else `inconclusive`; `undefined`
         without a single decided item.
     hit_rate : right ones among the items that matter: claimed high, or with a present effect, and decided. Items that
-        are low and absent are many and easy, and left out. Interval over clusters; where all are right, or none, the
-        exact binomial one with a case for each cluster.
+        are low and absent are many and easy, and left out. Interval over clusters, see
+        `stats.rates.rate_over_clusters`.
     p_chance : chance of as many right minus wrong verdicts when the claims of each row are shuffled.
     hits, weights_without_effect, effects_without_weight : counts behind the rate.
     draws : shuffles behind p.
@@ -74,13 +74,9 @@ def method_verdict(
     matters = hit | idle | missed
     row, item = np.nonzero(matters)
     level = verdicts.thresholds.level
-    rate = clustered_bootstrap(
-        hit[row, item].astype(np.float64), [labels[index] for index in row], level=1 - level, seed=seed
-    )
-    if rate.n_clusters > 1 and rate.low == rate.high:
-        # all alike: resampling them shows no spread, which says nothing of those that were not seen
-        low, high = binomial_interval(rate.value, rate.n_clusters, level=1 - level)
-        rate = replace(rate, low=low, high=high)
+    # not the bootstrap: of cases that are nearly all alike it makes an interval of nearly no width, however few
+    found = rate_over_clusters(hit[row, item].tolist(), [labels[index] for index in row], level=1 - level)
+    rate = Estimate(found.share, found.low, found.high, 1 - level, 0, len(row), found.clusters, 0)
     p, taken = _chance(verdicts, draws, seed)
     verdict: Literal["agree", "disagree", "inconclusive", "undefined"] = INCONCLUSIVE
     if not matters.any():

@@ -80,7 +80,7 @@ def test_verdict_tables_say_what_their_p_is_the_chance_of(kept: Path) -> None:
     heads = [line for line in lines if line.startswith("verdicts on ")]
     told = [line for line in lines if line.startswith("p (shuffled): chance that the same claims, shuffled over the ")]
     assert len(heads) == len(told) == 2 and all("  p (shuffled)  " in line for line in heads)
-    assert "tokens of each prompt" in told[0] and "edges of each prompt" in told[1]
+    assert "tokens of each prompt" in told[0] and "keys of each head on a prompt" in told[1]
 
 
 def test_the_declared_comparison_stands_in_the_text_and_in_the_json(
@@ -118,6 +118,14 @@ def test_the_page_of_a_run_goes_elsewhere_too(kept: Path, tmp_path: Path) -> Non
         again = run("compare", kept, "-o", page, "-q")
         assert again.exit_code == 2 and "holds other things" in again.stderr and (page / other).is_file(), again.output
         (page / other).unlink()
+    # a first call that was stopped while it drew
+    drawn = (page / "report.html").read_text()
+    (page / "report.html").unlink()
+    assert run("compare", kept, "-o", page, "-q").exit_code == 0
+    # the page of another run
+    about = json.loads((kept / "run.json").read_text())["run"]
+    (page / "report.html").write_text(drawn.replace(about, "0" * 16))
+    assert run("compare", kept, "-o", page, "-q").exit_code == 2
     (page / "report.html").write_text("<html>somebody's own report</html>")
     assert run("compare", kept, "-o", page, "-q").exit_code == 2
     assert "report.html" in run("report", kept, "-q").stdout

@@ -14,7 +14,7 @@ from attndiag.models.known import KnownModel, duplicated_heads, randomised_sink,
 from attndiag.stats.evidence import from_knockout
 from attndiag.stats.inference import measure_noise_floor
 from attndiag.stats.redundancy import stand_ins
-from attndiag.stats.verdict_sets import method_verdict
+from attndiag.stats.verdict_sets import MethodVerdict, method_verdict
 from attndiag.stats.verdicts import Verdicts, judge, row_verdicts, task_check
 
 TARGET = attndiag.Target.logit_diff("ANS", "FOIL")
@@ -92,7 +92,7 @@ def test_planted_disagreements_are_found_and_planted_agreements_are_not_called_s
     assert (misleading >= 0.9, honest >= 0.9) == (True, True)
 
 
-def verdict_over(models: Sequence[Measured], scores: Sequence[np.ndarray]) -> str:
+def verdict_over(models: Sequence[Measured], scores: Sequence[np.ndarray]) -> MethodVerdict:
     """Verdict on a method over several models, each a cluster of its own."""
     width = max(table.shape[1] for table in scores)
 
@@ -107,21 +107,24 @@ def verdict_over(models: Sequence[Measured], scores: Sequence[np.ndarray]) -> st
         np.repeat([one.m for one in models], heads),
         admissible=~np.isnan(table),
     )
-    return method_verdict(found, np.repeat(np.arange(len(models)), heads).tolist(), draws=200).verdict
+    return method_verdict(found, np.repeat(np.arange(len(models)), heads).tolist(), draws=200)
 
 
 def test_contributions_agree_where_weights_mislead(population: list[tuple[KnownModel, Measured]]) -> None:
     for start in range(0, SEEDS, 20):
         models = [measured for _, measured in population[start : start + 20]]
-        assert verdict_over(models, [one.head_contribution for one in models]) == "agree"
+        found = verdict_over(models, [one.head_contribution for one in models])
+        assert found.verdict == "agree" and found.hit_rate.value >= 0.9
+    alone = [method_verdict(measured.judge(measured.head_contribution)) for _, measured in population]
+    assert all(found.verdict != "disagree" and found.hit_rate.value > 0.5 for found in alone)
 
 
 def test_a_few_cases_that_are_all_alike_are_no_verdict_on_a_method(
     population: list[tuple[KnownModel, Measured]],
 ) -> None:
     models = [measured for _, measured in population[:12]]
-    assert verdict_over(models[:3], [one.head_contribution for one in models[:3]]) == "inconclusive"
-    assert verdict_over(models, [one.head_contribution for one in models]) == "agree"
+    assert verdict_over(models[:2], [one.head_contribution for one in models[:2]]).verdict == "inconclusive"
+    assert verdict_over(models, [one.head_contribution for one in models]).verdict == "agree"
 
 
 @pytest.mark.parametrize("kind", ["uniform", "heavy", "shuffled weights"])
@@ -142,7 +145,7 @@ def test_a_random_method_is_never_better_than_inconclusive_beyond_its_five_perce
 
         heads.update(row["verdict"] for row in row_verdicts(measured.judge(drawn(measured))))
         models = [population[index][1] for index in rng.choice(SEEDS, 16, replace=False)]
-        methods[verdict_over(models, [drawn(one) for one in models])] += 1
+        methods[verdict_over(models, [drawn(one) for one in models]).verdict] += 1
     assert methods["agree"] <= 5
     # on a single head, who points at one of n keys is right by chance once in n
     by_chance = np.mean([1 / measured.weight.shape[1] for _, measured in population[:100]])
