@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -133,7 +134,9 @@ def test_a_callback_that_raises_ends_the_workers(lm: LoadedModel, tmp_path: Path
 
 
 DRIVER = """
-import sys, time
+import signal, sys, time
+# a shell that starts a test run in the background has its interrupts ignored, and children inherit that
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, sys.argv[1])
 import attndiag
 from attndiag.models.known import sink_against_value
@@ -167,13 +170,15 @@ def test_workers_end_with_their_parent_and_leave_nothing(lm: LoadedModel, tmp_pa
         text=True,
         start_new_session=True,
     )
-    with parent:
+    with parent, contextlib.ExitStack() as stack:
+        # a parent that did not end must not keep the test waiting for it
+        stack.callback(parent.kill)
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
         # Ctrl-C reaches the workers as well
         os.killpg(parent.pid, how) if how == signal.SIGINT else parent.send_signal(how)
-        said = parent.stderr.read() if parent.stderr is not None else ""
+        _, said = parent.communicate(timeout=60)
     # of all processes only the parent has something to say of an interrupt
     assert said.count("KeyboardInterrupt") == (how == signal.SIGINT), said
     limit = time.monotonic() + 30
